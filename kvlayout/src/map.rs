@@ -1,0 +1,318 @@
+//! The pure map from (layer, part, positions) to bytes. Nothing is written here, and everything that can be refused is
+//! refused here, so that whoever fills the bytes has nothing left to decide. It is not the reader:
+//! [`State`](crate::State) takes files apart with code of its own.
+
+use crate::{CacheType, KvSpec, Order, Part, StateVersion};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Where one tensor lies.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Window {
+    /// Index of the section in the [`KvSpec`].
+    pub section: usize,
+    /// Which region, where a byte space has several; always 0 in a state file.
+    pub region: u16,
+    /// Byte offset of the tensor's first element.
+    pub offset: u64,
+    /// Bytes from one row to the next. A row is one position ([`Order::Rows`]) or one channel ([`Order::Transposed`]).
+    pub row_bytes: u64,
+    /// Element type.
+    pub elem: CacheType,
+    /// Channels per position.
+    pub width: u32,
+    /// Which of the two runs fastest.
+    pub order: Order,
+    /// The positions that are kept: all of them, or the last window + 1.
+    pub positions: Range<u32>,
+}
+
+impl Window {
+    /// Bytes of the whole tensor.
+    pub fn len(&self) -> u64 {
+        // No overflow: the map was refused unless the sum of all of these fits.
+        match self.order {
+            Order::Rows => self.positions.len() as u64 * self.row_bytes,
+            Order::Transposed => u64::from(self.width) * self.row_bytes,
+        }
+    }
+
+    /// Never: a map keeps at least one position of every tensor.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A map of a decoder's memory: how many bytes, which of them are known beforehand, and where every tensor's rows go.
+///
+/// # The state file
+///
+/// Little-endian, nothing aligned, no checksum, nothing that tells the model: a file says only how the memory is laid
+/// out.
+///
+/// | bytes | meaning |
+/// |---|---|
+/// | `71 73 67 67` | magic |
+/// | u32 | version |
+/// | u32 *n*, i32 × *n* | the token ids, as a plain list: servers of all three versions read it, the packed form only newer ones |
+/// | | then every section: |
+/// | u32 | number of streams; ours is the first, each of the others is one word 0 at the section's end |
+/// | u32 *c* | number of cells: *n*, or the last window + 1 of them. Only *window* would be what a server saves itself, but it then computes the prompt anew, since it asks for one cell before the window |
+/// | *c* × (i32, u32, ext, i32) | position, 1 (sequences in the cell), the extension, 0 (the sequence; ignored). Positions are consecutive: any others make a server fail later or answer wrongly |
+/// | ext | with `cell_ext` only: i32 x, i32 y, both the position for text; from version 3 also i32 token id |
+/// | u32 | 1 when V is transposed |
+/// | u32 | number of layers in this section |
+/// | u32, u32 | version 4 only: rotation widths of K and V; 0, since only quantised caches are rotated |
+/// | layers × (i32, u64, rows) | **all** K tensors: type, bytes per row, *c* rows |
+/// | layers × (i32, u64, rows) | all V tensors, the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
+///
+/// A model with sliding-window and full layers has two sections, the full one first. All arithmetic is checked, and a
+/// state of any size is mapped without being written.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KvMap {
+    size: u64,
+    n_tokens: u32,
+    fixed: Vec<(u64, Vec<u8>)>,
+    windows: Vec<(u32, Part, Window)>,
+    index: HashMap<(u32, Part), usize>,
+}
+
+/// Why no map can be made. Nothing has been written when one of these is seen.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// There is nothing to hand over.
+    #[error(
+        "no tokens: a state of an empty prompt gains nothing, and one with tokens but no cells makes a server abort"
+    )]
+    NoTokens,
+    /// More positions than a state file can number.
+    #[error("{0} tokens: positions are 31-bit numbers")]
+    TooManyTokens(usize),
+    /// Ids are indices into a vocabulary.
+    #[error("token {index} is {id}: ids are not negative")]
+    NegativeToken {
+        /// Index in the list.
+        index: usize,
+        /// The id.
+        id: i32,
+    },
+    /// A cache type this program does not write.
+    #[error("{part} cache type {ty} is not supported yet: use f16, bf16 or f32 (quantised caches hold rotated rows)")]
+    UnsupportedType {
+        /// K or V.
+        part: Part,
+        /// The type.
+        ty: CacheType,
+    },
+    /// No section has a layer.
+    #[error("the model has no layer with keys and values")]
+    NoLayers,
+    /// Layers are stored by ascending model index, each once.
+    #[error("section {section}: layer {layer} stands after or in another place than it should: ascending, each once")]
+    LayerOrder {
+        /// Section index.
+        section: usize,
+        /// Model layer.
+        layer: u32,
+    },
+    /// A layer whose rows have no channels.
+    #[error("layer {layer} {part}: rows of 0 channels")]
+    NoChannels {
+        /// Model layer.
+        layer: u32,
+        /// K or V.
+        part: Part,
+    },
+    /// A sliding window of nothing.
+    #[error("section {section}: a window of 0 positions; a section without a window has none at all")]
+    NoWindow {
+        /// Section index.
+        section: usize,
+    },
+    /// Number of streams out of range.
+    #[error("{0} streams: a decoder has 1 to 256")]
+    Streams(u32),
+    /// Sizes past what a file can have.
+    #[error("the state would have more than 2^63 bytes")]
+    TooLarge,
+}
+
+/// A decoder has at most this many sequences (`LLAMA_MAX_SEQ`), and a stream for each at most.
+pub(crate) const MAX_STREAMS: u32 = 256;
+
+impl KvMap {
+    /// The map of a state file for `tokens`, which become positions 0, 1, 2, ….
+    pub fn state_file(spec: &KvSpec, tokens: &[i32], version: StateVersion) -> Result<KvMap, Refusal> {
+        let n_tokens = match i32::try_from(tokens.len()) {
+            Ok(0) => return Err(Refusal::NoTokens),
+            Ok(n) => n as u32,
+            Err(_) => return Err(Refusal::TooManyTokens(tokens.len())),
+        };
+        if let Some(index) = tokens.iter().position(|&id| id < 0) {
+            return Err(Refusal::NegativeToken { index, id: tokens[index] });
+        }
+        for (part, ty) in [(Part::K, spec.type_k), (Part::V, spec.type_v)] {
+            if !ty.is_supported() {
+                return Err(Refusal::UnsupportedType { part, ty });
+            }
+        }
+        if !(1..=MAX_STREAMS).contains(&spec.n_stream) {
+            return Err(Refusal::Streams(spec.n_stream));
+        }
+        if spec.sections.iter().all(|s| s.layers.is_empty()) {
+            return Err(Refusal::NoLayers);
+        }
+
+        let mut b = Builder::default();
+        b.word(u32::from_le_bytes(*b"qsgg"));
+        b.word(version.number());
+        b.word(n_tokens);
+        tokens.iter().for_each(|&id| b.int(id));
+        for (section, s) in spec.sections.iter().enumerate() {
+            let kept = match s.window {
+                Some(0) => return Err(Refusal::NoWindow { section }),
+                Some(w) if !spec.swa_full => n_tokens.min(w.saturating_add(1)),
+                _ => n_tokens,
+            };
+            let positions = n_tokens - kept..n_tokens;
+            b.word(spec.n_stream);
+            b.word(kept);
+            for p in positions.clone() {
+                let p = p as i32;
+                b.int(p);
+                b.word(1);
+                if spec.cell_ext {
+                    b.int(p);
+                    b.int(p);
+                    if version >= StateVersion::V3 {
+                        b.int(tokens[p as usize]);
+                    }
+                }
+                b.int(0);
+            }
+            b.word(spec.v_trans.into());
+            b.word(s.layers.len() as u32);
+            if version >= StateVersion::V4 {
+                b.word(0);
+                b.word(0);
+            }
+            for part in [Part::K, Part::V] {
+                for l in &s.layers {
+                    let (elem, width) = match part {
+                        Part::K => (spec.type_k, l.n_embd_k),
+                        _ => (spec.type_v, l.n_embd_v),
+                    };
+                    if width == 0 {
+                        return Err(Refusal::NoChannels { layer: l.layer, part });
+                    }
+                    let order = if part == Part::V && spec.v_trans { Order::Transposed } else { Order::Rows };
+                    // Neither product overflows: both factors are 32-bit, an element has at most 4 bytes.
+                    let row_bytes = match order {
+                        Order::Rows => u64::from(width) * elem.block_bytes(),
+                        Order::Transposed => u64::from(kept) * elem.block_bytes(),
+                    };
+                    b.word(elem.id());
+                    match order {
+                        Order::Rows => b.long(row_bytes),
+                        Order::Transposed => {
+                            b.word(elem.block_bytes() as u32);
+                            b.word(width);
+                        }
+                    }
+                    let positions = positions.clone();
+                    let mut w = Window { section, region: 0, offset: 0, row_bytes, elem, width, order, positions };
+                    let rows = if order == Order::Rows { kept } else { width };
+                    w.offset = b.hole(u64::from(rows).checked_mul(row_bytes).ok_or(Refusal::TooLarge)?)?;
+                    b.window(l.layer, part, w)?;
+                }
+            }
+            (1..spec.n_stream).for_each(|_| b.word(0));
+        }
+        let Builder { at: size, fixed, windows, index } = b;
+        if size > i64::MAX as u64 {
+            return Err(Refusal::TooLarge);
+        }
+        Ok(KvMap { size, n_tokens, fixed, windows, index })
+    }
+
+    /// Bytes in all.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Number of tokens, which is that of positions.
+    pub fn n_tokens(&self) -> u32 {
+        self.n_tokens
+    }
+
+    /// Where a tensor lies, by the layer's index in the model; `None` when the decoder keeps none.
+    pub fn window(&self, layer: u32, part: Part) -> Option<&Window> {
+        self.index_of(layer, part).map(|i| &self.windows[i].2)
+    }
+
+    /// Index of a tensor in [`windows`](Self::windows).
+    pub(crate) fn index_of(&self, layer: u32, part: Part) -> Option<usize> {
+        self.index.get(&(layer, part)).copied()
+    }
+
+    /// All tensors, by ascending offset: model layer, part, place.
+    pub fn windows(&self) -> impl Iterator<Item = (u32, Part, &Window)> {
+        self.windows.iter().map(|(layer, part, w)| (*layer, *part, w))
+    }
+
+    /// The bytes that do not depend on the computation, and where they go, by ascending offset. Together with the
+    /// windows they are every byte exactly once.
+    pub fn fixed(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.fixed.iter().map(|(at, bytes)| (*at, bytes.as_slice()))
+    }
+}
+
+#[derive(Default)]
+struct Builder {
+    at: u64,
+    fixed: Vec<(u64, Vec<u8>)>,
+    windows: Vec<(u32, Part, Window)>,
+    index: HashMap<(u32, Part), usize>,
+}
+
+impl Builder {
+    fn bytes(&mut self, bytes: &[u8]) {
+        match self.fixed.last_mut() {
+            Some((at, piece)) if *at + piece.len() as u64 == self.at => piece.extend_from_slice(bytes),
+            _ => self.fixed.push((self.at, bytes.to_vec())),
+        }
+        // Far from overflowing: `hole` stops at 2^63, and nobody has 2^63 bytes of cells.
+        self.at += bytes.len() as u64;
+    }
+
+    fn word(&mut self, v: u32) {
+        self.bytes(&v.to_le_bytes());
+    }
+
+    fn int(&mut self, v: i32) {
+        self.bytes(&v.to_le_bytes());
+    }
+
+    fn long(&mut self, v: u64) {
+        self.bytes(&v.to_le_bytes());
+    }
+
+    fn hole(&mut self, len: u64) -> Result<u64, Refusal> {
+        let start = self.at;
+        self.at = start.checked_add(len).filter(|&end| end <= i64::MAX as u64).ok_or(Refusal::TooLarge)?;
+        Ok(start)
+    }
+
+    fn window(&mut self, layer: u32, part: Part, w: Window) -> Result<(), Refusal> {
+        let section = w.section;
+        let previous = self.windows.last().filter(|(_, p, last)| *p == part && last.section == section);
+        let ascending = previous.is_none_or(|(l, ..)| *l < layer);
+        let first = self.index.insert((layer, part), self.windows.len()).is_none();
+        if !ascending || !first {
+            return Err(Refusal::LayerOrder { section, layer });
+        }
+        self.windows.push((layer, part, w));
+        Ok(())
+    }
+}

@@ -1,0 +1,267 @@
+//! Rows of f32 in, the decoder's bytes out. One implementation for every kind of memory, so that what is proved over a
+//! `Vec<u8>` holds for files and regions. It does not decide where anything goes; the map did.
+
+use crate::{ByteSpace, CacheType, KvMap, Order, Part};
+use std::io;
+use std::ops::Range;
+
+/// What takes the keys and values of a prefill.
+pub trait KvSink {
+    /// Takes rows `positions` of a tensor: `positions.len()` × width values, row after row; K after RoPE.
+    ///
+    /// They are converted to the cache's type, rounded to nearest even. Positions before a sliding window are checked
+    /// for NaN and infinity like all others (they would spoil what is computed from them), then dropped. Tensors and
+    /// positions may come in any order, but every position once. On an error nothing of this call has been taken,
+    /// unless it is [`SinkError::Io`].
+    fn put_rows(&mut self, layer: u32, part: Part, positions: Range<u32>, rows: &[f32]) -> Result<(), SinkError>;
+
+    /// The positions that will be kept; empty for a tensor the decoder does not have, so that it need not be computed.
+    fn wants(&self, layer: u32, part: Part) -> Range<u32>;
+
+    /// Whether the decoder could see anything if we stopped now.
+    fn touched(&self) -> bool;
+
+    /// Hands over. Refuses unless every tensor is whole; after any error the output has been discarded as far as it can
+    /// be.
+    fn commit(self: Box<Self>) -> Result<Receipt, SinkError>;
+}
+
+/// What was handed over.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct Receipt {
+    /// Bytes in all.
+    pub bytes: u64,
+    /// Tokens, which is the number of positions.
+    pub tokens: u32,
+    /// Tensors filled.
+    pub tensors: u32,
+}
+
+/// Why a sink did not take something.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SinkError {
+    /// The decoder keeps no such tensor.
+    #[error("layer {layer} {part}: the decoder's memory has no such tensor")]
+    UnknownTensor {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+    },
+    /// The number of values is not that of the positions.
+    #[error("layer {layer} {part}: {found} values for {positions} positions of {width} channels")]
+    RowLength {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+        /// Positions given.
+        positions: usize,
+        /// Channels per position.
+        width: u32,
+        /// Values given.
+        found: usize,
+    },
+    /// Positions that the prompt does not have.
+    #[error("layer {layer} {part}: positions {}..{} of a prompt of {n_tokens}", positions.start, positions.end)]
+    Outside {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+        /// Positions given.
+        positions: Range<u32>,
+        /// Positions there are.
+        n_tokens: u32,
+    },
+    /// A position came a second time.
+    #[error("layer {layer} {part}: position {position} is given twice")]
+    Twice {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+        /// The first that did.
+        position: u32,
+    },
+    /// A value is NaN or infinite: a server would take it and answer nonsense.
+    #[error("layer {layer} {part}: {value} at position {position}, channel {channel}: not handed over")]
+    NonFinite {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+        /// Position.
+        position: u32,
+        /// Channel.
+        channel: u32,
+        /// The value.
+        value: f32,
+    },
+    /// A value is finite, but would become infinite in the cache's type.
+    #[error(
+        "layer {layer} {part}: {value} at position {position}, channel {channel} is too large for {ty}; try an f32 or bf16 cache"
+    )]
+    Overflow {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+        /// Position.
+        position: u32,
+        /// Channel.
+        channel: u32,
+        /// The value.
+        value: f32,
+        /// The cache's type.
+        ty: CacheType,
+    },
+    /// Not every position has been given.
+    #[error("layer {layer} {part}: positions {}..{} are missing", missing.start, missing.end)]
+    Incomplete {
+        /// Model layer.
+        layer: u32,
+        /// Part.
+        part: Part,
+        /// The first run of positions that is.
+        missing: Range<u32>,
+    },
+    /// The byte space is not the map's.
+    #[error("a map of {map} bytes over a space of {space}")]
+    SpaceSize {
+        /// Bytes of the map.
+        map: u64,
+        /// Bytes of the space.
+        space: u64,
+    },
+    /// The byte space failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// A [`KvSink`] over any byte space.
+///
+/// The bytes that are known beforehand, the file's head among them, go in last, at commit: whatever is left of an
+/// unfinished one is no state file by its first byte.
+#[derive(Debug)]
+pub struct Scatter<S> {
+    map: KvMap,
+    space: S,
+    /// Per window, the positions that have come: sorted, disjoint, not touching.
+    have: Vec<Vec<Range<u32>>>,
+    touched: bool,
+    scratch: Vec<u8>,
+}
+
+impl<S: ByteSpace> Scatter<S> {
+    /// Joins a map and a space, which must be of one size.
+    pub fn new(map: KvMap, space: S) -> Result<Scatter<S>, SinkError> {
+        if map.size() != space.size() {
+            return Err(SinkError::SpaceSize { map: map.size(), space: space.size() });
+        }
+        let have = map.windows().map(|_| Vec::new()).collect();
+        Ok(Scatter { map, space, have, touched: false, scratch: Vec::new() })
+    }
+
+    /// The map it fills.
+    pub fn map(&self) -> &KvMap {
+        &self.map
+    }
+}
+
+impl<S: ByteSpace> KvSink for Scatter<S> {
+    fn put_rows(&mut self, layer: u32, part: Part, positions: Range<u32>, rows: &[f32]) -> Result<(), SinkError> {
+        let i = self.map.index_of(layer, part).ok_or(SinkError::UnknownTensor { layer, part })?;
+        let w = self.map.window(layer, part).ok_or(SinkError::UnknownTensor { layer, part })?;
+        let width = w.width as usize;
+        if positions.start > positions.end || positions.end > self.map.n_tokens() {
+            return Err(SinkError::Outside { layer, part, positions, n_tokens: self.map.n_tokens() });
+        }
+        if positions.len().checked_mul(width) != Some(rows.len()) {
+            let (positions, found) = (positions.len(), rows.len());
+            return Err(SinkError::RowLength { layer, part, positions, width: w.width, found });
+        }
+        let refuse = |first: u32, at: usize, value: f32| {
+            let (position, channel) = (first + (at / width) as u32, (at % width) as u32);
+            if value.is_finite() {
+                SinkError::Overflow { layer, part, position, channel, value, ty: w.elem }
+            } else {
+                SinkError::NonFinite { layer, part, position, channel, value }
+            }
+        };
+        let kept = positions.start.max(w.positions.start)..positions.end;
+        let (dropped, rows) = rows.split_at(kept.start.min(kept.end).saturating_sub(positions.start) as usize * width);
+        if let Some(at) = dropped.iter().position(|v| !v.is_finite()) {
+            return Err(refuse(positions.start, at, dropped[at]));
+        }
+        if kept.is_empty() {
+            return Ok(());
+        }
+        if let Some(position) = overlap(&self.have[i], &kept) {
+            return Err(SinkError::Twice { layer, part, position });
+        }
+        self.scratch.clear();
+        w.elem.encode(rows, &mut self.scratch).map_err(|at| refuse(kept.start, at, rows[at]))?;
+        self.touched |= S::LIVE;
+        let first = u64::from(kept.start - w.positions.start);
+        match w.order {
+            Order::Rows => self.space.put(w.offset + first * w.row_bytes, &self.scratch)?,
+            Order::Transposed => {
+                let el = w.elem.block_bytes() as usize;
+                let mut line = Vec::with_capacity(kept.len() * el);
+                for channel in 0..width {
+                    line.clear();
+                    for row in self.scratch.chunks_exact(width * el) {
+                        line.extend_from_slice(&row[channel * el..(channel + 1) * el]);
+                    }
+                    self.space.put(w.offset + channel as u64 * w.row_bytes + first * el as u64, &line)?;
+                }
+            }
+        }
+        insert(&mut self.have[i], kept);
+        Ok(())
+    }
+
+    fn wants(&self, layer: u32, part: Part) -> Range<u32> {
+        self.map.window(layer, part).map_or(0..0, |w| w.positions.clone())
+    }
+
+    fn touched(&self) -> bool {
+        self.touched
+    }
+
+    fn commit(self: Box<Self>) -> Result<Receipt, SinkError> {
+        let Scatter { map, mut space, have, .. } = *self;
+        for ((layer, part, w), have) in map.windows().zip(&have) {
+            let reached = have.first().filter(|r| r.start == w.positions.start).map_or(w.positions.start, |r| r.end);
+            if reached != w.positions.end {
+                let next = have.iter().map(|r| r.start).find(|&s| s > reached).unwrap_or(w.positions.end);
+                return Err(SinkError::Incomplete { layer, part, missing: reached..next });
+            }
+        }
+        for (at, bytes) in map.fixed() {
+            space.put(at, bytes)?;
+        }
+        space.seal()?;
+        Ok(Receipt { bytes: map.size(), tokens: map.n_tokens(), tensors: have.len() as u32 })
+    }
+}
+
+/// The first position of `r` that is in `have`.
+fn overlap(have: &[Range<u32>], r: &Range<u32>) -> Option<u32> {
+    let i = have.partition_point(|h| h.end <= r.start);
+    have.get(i).filter(|h| h.start < r.end).map(|h| h.start.max(r.start))
+}
+
+/// Adds `r`, which overlaps nothing in `have`.
+fn insert(have: &mut Vec<Range<u32>>, r: Range<u32>) {
+    let i = have.partition_point(|h| h.end <= r.start);
+    have.insert(i, r);
+    if i + 1 < have.len() && have[i].end == have[i + 1].start {
+        have[i].end = have.remove(i + 1).end;
+    }
+    if i > 0 && have[i - 1].end == have[i].start {
+        have[i - 1].end = have.remove(i).end;
+    }
+}

@@ -1,0 +1,134 @@
+//! The words both halves of the crate use: versions, sections, layers and parts. Plain data, no bytes.
+
+use crate::CacheType;
+use std::fmt;
+use std::str::FromStr;
+
+/// The version of a sequence-state file (`LLAMA_STATE_SEQ_VERSION`): a server reads exactly its own and refuses the
+/// others.
+///
+/// What differs, for attention caches: 3 has a third word (the token id) in the cell extension of M-RoPE models, 4 has
+/// in addition the two rotation widths after the layer count of every section. Nothing about a model tells the version;
+/// it is a property of the running server.
+#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum StateVersion {
+    /// llama.cpp builds up to about 10635.
+    V2,
+    /// Builds of about 10644 to 11401.
+    V3,
+    /// Builds from about 11434.
+    V4,
+}
+
+/// A state version this crate does not know.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("state version {0} is not known: this program reads and writes 2, 3 and 4")]
+pub struct UnsupportedVersion(pub String);
+
+impl StateVersion {
+    /// All versions, oldest first.
+    pub const ALL: [StateVersion; 3] = [StateVersion::V2, StateVersion::V3, StateVersion::V4];
+
+    /// The number in the file.
+    pub fn number(self) -> u32 {
+        match self {
+            StateVersion::V2 => 2,
+            StateVersion::V3 => 3,
+            StateVersion::V4 => 4,
+        }
+    }
+}
+
+impl TryFrom<u32> for StateVersion {
+    type Error = UnsupportedVersion;
+    fn try_from(n: u32) -> Result<Self, UnsupportedVersion> {
+        Self::ALL.into_iter().find(|v| v.number() == n).ok_or_else(|| UnsupportedVersion(n.to_string()))
+    }
+}
+
+impl FromStr for StateVersion {
+    type Err = UnsupportedVersion;
+    fn from_str(s: &str) -> Result<Self, UnsupportedVersion> {
+        Self::ALL.into_iter().find(|v| v.number().to_string() == s).ok_or_else(|| UnsupportedVersion(format!("{s:?}")))
+    }
+}
+
+impl fmt::Display for StateVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.number().fmt(f)
+    }
+}
+
+/// One layer of a cache section.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct LayerKv {
+    /// Index of the layer in the *model* (the file does not hold it, only the order).
+    pub layer: u32,
+    /// Width of a key row: KV heads × key head size (`n_embd_k_gqa`).
+    pub n_embd_k: u32,
+    /// Width of a value row: KV heads × value head size (`n_embd_v_gqa`).
+    pub n_embd_v: u32,
+}
+
+/// One cache of the decoder's memory: layers that keep the same positions.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct KvSection {
+    /// The layers in it, by ascending model index.
+    pub layers: Vec<LayerKv>,
+    /// The sliding window (`n_swa`) of its layers; `None` = they see everything. A section with window *w* holds the
+    /// last *w* + 1 positions: one more than the server itself saves, because with only *w* a restored prompt is
+    /// computed anew.
+    pub window: Option<u32>,
+}
+
+/// Everything about a decoder's attention memory that decides the bytes of its state, apart from version and tokens.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct KvSpec {
+    /// The sections in file order: one for most models, full attention then sliding window for those that have both.
+    pub sections: Vec<KvSection>,
+    /// Type of the K cache (`-ctk`).
+    pub type_k: CacheType,
+    /// Type of the V cache (`-ctv`).
+    pub type_v: CacheType,
+    /// V is stored transposed, channel by channel: the decoder runs without flash attention.
+    pub v_trans: bool,
+    /// Every cell carries an extension (M-RoPE models): x and y, and from version 3 the token id.
+    pub cell_ext: bool,
+    /// The decoder runs with `--swa-full`: window sections hold all positions.
+    pub swa_full: bool,
+    /// Number of streams of the decoder's caches: 1, or its number of slots when their memory is not unified.
+    pub n_stream: u32,
+}
+
+/// Which of a layer's tensors is meant.
+#[derive(Copy, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Part {
+    /// Attention keys, after RoPE.
+    K,
+    /// Attention values.
+    V,
+    /// Recurrent convolution history.
+    R,
+    /// Recurrent state.
+    S,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Part::K => "K",
+            Part::V => "V",
+            Part::R => "R",
+            Part::S => "S",
+        })
+    }
+}
+
+/// How a tensor's elements follow each other.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub enum Order {
+    /// One row of all channels per position.
+    Rows,
+    /// One row of all positions per channel (V without flash attention).
+    Transposed,
+}

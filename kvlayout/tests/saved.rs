@@ -1,0 +1,239 @@
+//! Files that real servers of all three versions saved (`saved/make.py` made them): every field is found, what was read
+//! is written back byte by byte, and our own map puts the same rows at the same bytes.
+
+mod common;
+use kvlayout::faults::{Expect, Fault};
+use kvlayout::*;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const TOKENS: [i32; 12] = [1, 40, 77, 100, 65, 33, 259, 12, 200, 201, 31, 90];
+
+fn files() -> BTreeMap<String, Vec<u8>> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/saved");
+    let entries = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path());
+    let states = entries.filter(|p| p.extension().is_some_and(|e| e == "bin"));
+    let files: BTreeMap<String, Vec<u8>> =
+        states.map(|p| (p.file_stem().unwrap().to_str().unwrap().into(), std::fs::read(p).unwrap())).collect();
+    assert_eq!(files.len(), 44, "files saved by servers are missing, or new ones are not counted here");
+    files
+}
+
+fn load(name: &str) -> State {
+    State::parse(&files()[name]).unwrap()
+}
+
+/// What a server was started with, from the name of the file: `model-setting-vN`.
+struct Server {
+    model: String,
+    setting: String,
+    version: StateVersion,
+    spec: Option<KvSpec>,
+}
+
+fn server(name: &str) -> Server {
+    let mut parts = name.split('-').map(String::from);
+    let (model, setting) = (parts.next().unwrap(), parts.next().unwrap());
+    let version = parts.next().unwrap()[1..].parse().unwrap();
+    let mut spec = match model.as_str() {
+        "llama" | "qwen2vl" => Some(common::dense(2, 32)),
+        "head64" => Some(common::dense(1, 64)),
+        "gemma3" => {
+            let mut spec = common::dense(6, 16);
+            // Which layer sees everything is up to the model; the file does not tell.
+            let layers = std::mem::take(&mut spec.sections[0].layers);
+            let (full, local) = layers.into_iter().partition(|l| l.layer % 2 == 1);
+            spec.sections =
+                vec![KvSection { layers: full, window: None }, KvSection { layers: local, window: Some(8) }];
+            Some(spec)
+        }
+        _ => None,
+    };
+    if let Some(spec) = &mut spec {
+        spec.cell_ext = model == "qwen2vl";
+        spec.v_trans = matches!(setting.as_str(), "vtrans" | "mixed");
+        spec.n_stream = if setting.starts_with("np2") { 2 } else { 1 };
+        spec.swa_full = setting == "swafull";
+        if let Ok(ty) = setting.parse() {
+            (spec.type_k, spec.type_v) = (ty, ty);
+        }
+        if setting == "mixed" {
+            (spec.type_k, spec.type_v) = (CacheType::Q8_0, CacheType::F32);
+        }
+    }
+    Server { model, setting, version, spec }
+}
+
+#[test]
+fn every_file_is_rewritten_byte_by_byte() {
+    for (name, bytes) in files() {
+        let state = State::parse(&bytes).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert!(state.write() == bytes, "{name}");
+        assert!(state.trailing.is_empty(), "{name}");
+        assert_eq!(State::parse_as(&bytes, &state.shape()).as_ref(), Ok(&state), "{name}");
+    }
+}
+
+#[test]
+fn every_file_has_the_fields_of_its_server() {
+    for (name, bytes) in files() {
+        let Server { model, setting, version, spec } = server(&name);
+        let state = State::parse(&bytes).unwrap();
+        assert_eq!(state.version, version, "{name}");
+        assert_eq!(state.form, TokenForm::Packed { n_media: 0, media: vec![] }, "{name}");
+        let tokens = if setting == "empty" { &[][..] } else { &TOKENS };
+        assert_eq!(state.tokens, tokens, "{name}");
+
+        // All that the checker can hold against it, it does: types, widths, layers, streams, cells, positions,
+        // extensions.
+        let expect = Expect {
+            n_vocab: Some(300),
+            tokens: Some(tokens.to_vec()),
+            version: Some(version),
+            spec: spec.clone(),
+            n_ctx: Some(512),
+            handoff: false,
+        };
+        let found = faults::check_bytes(&bytes, &expect);
+        assert_eq!(found, if setting == "empty" { vec![Fault::NoTokens] } else { vec![] }, "{name}");
+
+        let kinds: Vec<bool> = state.sections.iter().map(|s| matches!(s, Section::Kv(_))).collect();
+        let positions: Vec<Vec<i32>> = (0..kinds.len()).map(|i| state.positions(i)).collect();
+        let all: Vec<i32> = (0..tokens.len() as i32).collect();
+        match model.as_str() {
+            "gemma3" => assert_eq!(positions, [all.clone(), (4..12).collect()], "{name}"),
+            "mamba" => assert_eq!((kinds, positions), (vec![false], vec![vec![11]]), "{name}"),
+            "jamba" => assert_eq!((kinds, positions), (vec![true, false], vec![all, vec![11]]), "{name}"),
+            _ => assert_eq!((kinds, positions), (vec![true], vec![all]), "{name}"),
+        }
+        for section in &state.sections {
+            match section {
+                Section::Kv(kv) => {
+                    let Some(s) = kv.stream() else { continue };
+                    let rotated = if model == "head64" { 64 } else { 0 };
+                    assert_eq!(s.n_rot, (version == StateVersion::V4).then_some((rotated, rotated)), "{name}");
+                    let slot = i32::from(setting == "np2slot1");
+                    assert!(s.cells.iter().all(|c| c.seq_id == slot), "{name}");
+                    assert!(kv.streams[slot as usize].cells.len() == s.cells.len(), "{name}");
+                    let tok = (version >= StateVersion::V3).then_some(12);
+                    let ext = if model == "qwen2vl" { Some((7, 7, tok)) } else { None };
+                    assert_eq!(s.cells.iter().find(|c| c.pos == 7).unwrap().ext, ext, "{name}");
+                }
+                Section::Rec(rec) => {
+                    assert_eq!(rec.n_layer, if model == "mamba" { 2 } else { 3 }, "{name}");
+                    let widths = |t: &[Tensor]| t.iter().map(|t| (t.ty, t.width)).collect::<Vec<_>>();
+                    // Three earlier inputs, and four numbers of state, for each of 32 channels.
+                    assert_eq!(widths(rec.r()), [(CacheType::F32, 96); 2], "{name}");
+                    assert_eq!(widths(rec.s()), [(CacheType::F32, 128); 2], "{name}");
+                }
+            }
+        }
+        let checkpoints = state.appendix.map_or(vec![], |a| a.checkpoints);
+        let known = version == StateVersion::V4
+            && matches!(model.as_str(), "gemma3" | "mamba" | "jamba")
+            && setting != "swafull";
+        assert_eq!(checkpoints.len(), usize::from(known), "{name}");
+        for c in checkpoints {
+            assert_eq!((c.n_tokens, c.pos_max, c.blobs[1].len(), c.blobs[2].len()), (8, 7, 0, 0), "{name}");
+            assert_eq!(c.blobs[0][..4], 0xaf14_3cd8_u32.to_le_bytes(), "{name}");
+        }
+    }
+}
+
+/// What the server wrote, fed as f32 rows through our scatter, gives the server's file again: but for the form of the
+/// token list, the slot's number, the appendix, and that our file is always that of the first slot.
+#[test]
+fn our_map_puts_the_servers_rows_where_the_server_does() {
+    let mut done = 0;
+    for (name, bytes) in files() {
+        let Server { setting, version, spec, .. } = server(&name);
+        let Some(mut spec) = spec else { continue };
+        if setting == "empty" || !spec.type_k.is_supported() || !spec.type_v.is_supported() {
+            continue;
+        }
+        let mut want = State::parse(&bytes).unwrap();
+        // A server keeps only the window, and that with `--swa-full` too.
+        spec.swa_full = false;
+        spec.sections.iter_mut().for_each(|s| s.window = s.window.map(|w| w - 1));
+        let map = KvMap::state_file(&spec, &TOKENS, version).unwrap();
+        let mut out = Vec::new();
+        let mut sink = Scatter::new(map.clone(), MemSpace::new(&mut out, map.size()).unwrap()).unwrap();
+        for (i, s) in spec.sections.iter().enumerate() {
+            for (j, l) in s.layers.iter().enumerate() {
+                for part in [Part::K, Part::V] {
+                    let rows = want.rows_f32(i, j, part).unwrap();
+                    sink.put_rows(l.layer, part, sink.wants(l.layer, part), &rows).unwrap();
+                }
+            }
+        }
+        Box::new(sink).commit().unwrap();
+        want.form = TokenForm::Plain;
+        want.appendix = None;
+        for section in &mut want.sections {
+            let Section::Kv(kv) = section else { continue };
+            kv.streams.sort_by_key(|s| s.cells.is_empty());
+            kv.streams[0].cells.iter_mut().for_each(|c| c.seq_id = 0);
+        }
+        assert!(want.write() == out, "{name}");
+        done += 1;
+    }
+    assert_eq!(done, 26);
+}
+
+/// The quantised caches of one version hold the same rows, more or less exactly: that checks the decoders on blocks of
+/// ggml's own.
+#[test]
+fn quantised_rows_are_near_each_other() {
+    let reference = load("head64-q8_0-v4");
+    for (ty, most) in [("q5_1", 0.06), ("q5_0", 0.06), ("q4_1", 0.12), ("q4_0", 0.12), ("iq4_nl", 0.12)] {
+        for e in compare::numeric(&reference, &load(&format!("head64-{ty}-v4"))).unwrap() {
+            assert!(e.rel_l2 > 0.005 && e.rel_l2 < most, "{ty}: {e:?}");
+        }
+    }
+    for e in compare::numeric(&load("llama-f32-v4"), &load("llama-mixed-v4")).unwrap() {
+        let most = if e.part == Part::K { 0.02 } else { 0.01 };
+        assert!(e.rel_l2 < most, "{e:?}");
+    }
+    // An f16 file is the rounding of the f32 file in the first layer, where no attention has gone before.
+    let (f32s, f16s) = (load("llama-f32-v4"), load("llama-f16-v4"));
+    for part in [Part::K, Part::V] {
+        let rounded = f32s.rows_f32(0, 0, part).unwrap().into_iter().map(|v| half::f16::from_f32(v).to_f32());
+        assert_eq!(rounded.collect::<Vec<f32>>(), f16s.rows_f32(0, 0, part).unwrap());
+    }
+}
+
+#[test]
+fn versions_of_one_model_differ_in_what_they_should() {
+    let names = |d: Vec<compare::Difference>| {
+        let mut names: Vec<&str> = d.iter().map(|d| d.field.name()).collect();
+        names.dedup();
+        names
+    };
+    let differ = |a: &str, b: &str| names(compare::structure(&load(a), &load(b)));
+    assert_eq!(differ("llama-f16-v3", "llama-f16-v4"), ["version", "n_rot_k", "n_rot_v"]);
+    assert_eq!(differ("llama-f16-v2", "llama-f16-v3"), ["version"]);
+    assert_eq!(differ("qwen2vl-f16-v2", "qwen2vl-f16-v3"), ["version", "cell_ext"]);
+    assert_eq!(differ("llama-f16-v4", "llama-vtrans-v4"), ["v_trans"]);
+    assert_eq!(differ("llama-f16-v4", "llama-bf16-v4"), ["type_k", "type_v"]);
+    assert_eq!(differ("llama-f16-v4", "llama-np2-v4"), ["n_stream"]);
+    assert_eq!(differ("gemma3-f16-v4", "gemma3-swafull-v4"), ["appendix"]);
+    assert_eq!(differ("gemma3-f16-v4", "gemma3-f16-v4"), Vec::<&str>::new());
+    assert_eq!(differ("mamba-f16-v2", "mamba-f16-v3"), ["version"]);
+}
+
+#[test]
+fn a_file_cut_anywhere_is_refused() {
+    for (name, bytes) in files() {
+        let shape = State::parse(&bytes).unwrap().shape();
+        // A recurrent section has no end of its own, and checkpoints may be there or not: those cuts show only as
+        // faults.
+        let whole = match shape.sections.last() {
+            Some(SectionShape::Rec) => continue,
+            _ => State { appendix: None, ..State::parse(&bytes).unwrap() }.write().len(),
+        };
+        for cut in (0..whole).filter(|cut| cut % 7 == 0 || cut + 40 > whole) {
+            let e = State::parse_as(&bytes[..cut], &shape).unwrap_err();
+            assert!(e.short && e.offset <= cut as u64, "{name} cut at {cut}: {e}");
+        }
+    }
+}
