@@ -1,0 +1,220 @@
+//! Loops over sixteen lanes that a compiler turns into vector instructions. They stand here once and are inlined into
+//! one function per instruction set, where the wider registers and fused multiply-add are switched on.
+
+use super::panel::{CodePanel, FloatLine, FloatPanel};
+use super::{PANEL_COLS, TILE_ROWS, TileOut, attention, blocks};
+use crate::weight::WeightView;
+
+/// Sixteen lanes.
+pub(crate) type Lane = [f32; PANEL_COLS];
+
+/// `a * b + c`, fused where the caller's instruction set has it (elsewhere a fused product would be a library call).
+#[inline(always)]
+pub(crate) fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FMA { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// e to the x in every lane. Cody-Waite reduction and a polynomial of degree 6 (coefficients: the Taylor series, whose
+/// error on |r| <= ln2/2 is below 2e-7 relative); results under 2^-126 become 0.
+#[inline(always)]
+pub(crate) fn exp<const FMA: bool>(x: &mut Lane) {
+    for v in x.iter_mut() {
+        let x = v.clamp(-104.0, 88.0);
+        // Rounding by adding 1.5 * 2^23: n stays in the low bits.
+        let shifted = mul_add::<FMA>(x, std::f32::consts::LOG2_E, 12_582_912.0);
+        let n = shifted - 12_582_912.0;
+        let r = mul_add::<FMA>(n, -0.693_359_4, x);
+        let r = mul_add::<FMA>(n, 2.121_944_4e-4, r);
+        let mut p = 1.0 / 720.0;
+        p = mul_add::<FMA>(p, r, 1.0 / 120.0);
+        p = mul_add::<FMA>(p, r, 1.0 / 24.0);
+        p = mul_add::<FMA>(p, r, 1.0 / 6.0);
+        p = mul_add::<FMA>(p, r, 0.5);
+        p = mul_add::<FMA>(p, r, 1.0);
+        p = mul_add::<FMA>(p, r, 1.0);
+        let n = shifted.to_bits() as i32 - 0x4B40_0000;
+        let scale = f32::from_bits(((n.max(-127) + 127) as u32) << 23);
+        *v = if n < -126 { 0.0 } else { p * scale };
+    }
+}
+
+/// The plain decoder of code panels.
+pub(crate) fn decode_codes(w: &WeightView<'_>, first: usize, panel: &mut CodePanel) {
+    let sub = panel.form.sub;
+    let per = 32 / sub;
+    for j in 0..PANEL_COLS {
+        if first + j >= w.n() {
+            // A row that does not exist contributes nothing: scale and minimum 0.
+            panel.scales.iter_mut().chain(&mut panel.mins).for_each(|line| line.0[j] = 0.0);
+            continue;
+        }
+        let row = w.row(first + j);
+        for b in 0..w.k() / 32 {
+            let block = blocks::decode(w.ty(), row, b);
+            for (q, four) in block.codes.as_chunks::<4>().0.iter().enumerate() {
+                panel.codes[b * 8 + q].0[j * 4..][..4].copy_from_slice(four);
+            }
+            for h in 0..per {
+                panel.scales[b * per + h].0[j] = block.scale[h];
+                if panel.form.has_min {
+                    panel.mins[b * per + h].0[j] = block.min[h];
+                }
+            }
+        }
+    }
+}
+
+/// The plain decoder of float panels.
+pub(crate) fn decode_floats(w: &WeightView<'_>, first: usize, panel: &mut FloatPanel) {
+    let mut row = vec![0f32; w.k()];
+    for j in 0..PANEL_COLS {
+        if first + j < w.n() {
+            blocks::row_values(w.ty(), w.row(first + j), &mut row);
+        } else {
+            row.fill(0.0);
+        }
+        panel.values.iter_mut().zip(&row).for_each(|(line, x)| line.0[j] = *x);
+    }
+}
+
+/// Tile times float panel.
+#[inline(always)]
+pub(crate) fn mul_floats<const FMA: bool>(a: &[f32], panel: &[FloatLine], out: &mut TileOut) {
+    let mut acc: TileOut = [[0.0; PANEL_COLS]; TILE_ROWS];
+    for (a, w) in a.as_chunks::<TILE_ROWS>().0.iter().zip(panel) {
+        for i in 0..TILE_ROWS {
+            for l in 0..PANEL_COLS {
+                acc[i][l] = mul_add::<FMA>(w.0[l], a[i], acc[i][l]);
+            }
+        }
+    }
+    *out = acc;
+}
+
+/// The two products inside attention, which an instruction set may have better code for.
+pub(crate) trait AttentionProducts: Copy {
+    /// `out[row][key]`: twelve queries (`[channel][row]`) times sixteen keys (`[channel][key]`).
+    fn scores(self, keys: &[FloatLine], q: &[f32], out: &mut TileOut);
+
+    /// `acc[row][..] += weights[row][key] * values[key][..]` over all rows of `values`. Rows of `values` and `acc` are
+    /// `lines` lines long, rows of `weights` [`attention::KEY_BLOCK`] numbers.
+    fn mix(self, values: &[FloatLine], lines: usize, weights: &[f32], acc: &mut [FloatLine]);
+}
+
+/// What the compiler makes of the loops as they stand.
+#[derive(Copy, Clone)]
+pub(crate) struct PlainProducts<const FMA: bool>;
+
+impl<const FMA: bool> AttentionProducts for PlainProducts<FMA> {
+    #[inline(always)]
+    fn scores(self, keys: &[FloatLine], q: &[f32], out: &mut TileOut) {
+        mul_floats::<FMA>(q, keys, out);
+    }
+
+    #[inline(always)]
+    fn mix(self, values: &[FloatLine], lines: usize, weights: &[f32], acc: &mut [FloatLine]) {
+        for i in 0..TILE_ROWS {
+            for (key, row) in values.chunks_exact(lines).enumerate() {
+                let p = weights[i * attention::KEY_BLOCK + key];
+                for (a, v) in acc[i * lines..][..lines].iter_mut().zip(row) {
+                    for (a, v) in a.0.iter_mut().zip(&v.0) {
+                        *a = mul_add::<FMA>(*v, p, *a);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One tile of attention; see [`attention`] for the method.
+#[inline(always)]
+pub(crate) fn attend<const FMA: bool>(
+    products: impl AttentionProducts,
+    task: &attention::Task<'_>,
+    scratch: &mut attention::Scratch,
+    out: &mut [f32],
+) {
+    const BLOCK: usize = attention::KEY_BLOCK;
+    let (hk, hv) = (task.cache.head_k(), task.cache.head_v());
+    let lines = task.cache.value_lines();
+    let rows = task.rows;
+    scratch.shape(hk, lines);
+    // Queries transposed and scaled: [channel][row].
+    for i in 0..TILE_ROWS {
+        for d in 0..hk {
+            scratch.q[d * TILE_ROWS + i] = if i < rows { task.q[i * task.q_stride + d] * task.scale } else { 0.0 };
+        }
+    }
+    scratch.acc.fill(FloatLine::ZERO);
+    let mut max = [f32::NEG_INFINITY; TILE_ROWS];
+    let mut sum = [0f32; TILE_ROWS];
+    let last = task.first + rows - 1;
+    // The first row sees the furthest back.
+    let oldest = task.window.map_or(0, |w| (task.first + 1).saturating_sub(w));
+    let mut k0 = oldest / PANEL_COLS * PANEL_COLS;
+    while k0 <= last {
+        let groups = (last + 1 - k0).min(BLOCK).div_ceil(PANEL_COLS);
+        for g in 0..groups {
+            let mut acc: TileOut = [[0.0; PANEL_COLS]; TILE_ROWS];
+            products.scores(task.cache.key_panel(k0 / PANEL_COLS + g), &scratch.q, &mut acc);
+            let key = k0 + g * PANEL_COLS;
+            let all_visible = key + PANEL_COLS <= task.first + 1 && task.window.is_none_or(|w| key + w > last);
+            if !all_visible {
+                for (i, line) in acc.iter_mut().enumerate() {
+                    let row = task.first + i.min(rows - 1);
+                    let low = task.window.map_or(0, |w| (row + 1).saturating_sub(w));
+                    for (l, v) in line.iter_mut().enumerate() {
+                        if key + l > row || key + l < low {
+                            *v = f32::NEG_INFINITY;
+                        }
+                    }
+                }
+            }
+            for (i, line) in acc.iter().enumerate() {
+                scratch.scores[i * BLOCK + g * PANEL_COLS..][..PANEL_COLS].copy_from_slice(line);
+            }
+        }
+        for i in 0..TILE_ROWS {
+            let scores = &mut scratch.scores[i * BLOCK..][..groups * PANEL_COLS];
+            let mut top = [f32::NEG_INFINITY; PANEL_COLS];
+            for line in scores.as_chunks::<PANEL_COLS>().0 {
+                for (t, v) in top.iter_mut().zip(line) {
+                    *t = if *v > *t { *v } else { *t };
+                }
+            }
+            let top = top.iter().fold(max[i], |m, v| m.max(*v));
+            if top == f32::NEG_INFINITY {
+                // Nothing visible in this block (window): weights are zero.
+                scores.fill(0.0);
+                continue;
+            }
+            let mut total = [0f32; PANEL_COLS];
+            for line in scores.as_chunks_mut::<PANEL_COLS>().0 {
+                line.iter_mut().for_each(|v| *v -= top);
+                exp::<FMA>(line);
+                total.iter_mut().zip(line.iter()).for_each(|(t, v)| *t += *v);
+            }
+            let shrink = if max[i] == f32::NEG_INFINITY {
+                0.0
+            } else {
+                let mut e = [max[i] - top; PANEL_COLS];
+                exp::<FMA>(&mut e);
+                e[0]
+            };
+            sum[i] = sum[i] * shrink + total.iter().sum::<f32>();
+            max[i] = top;
+            if shrink != 1.0 {
+                let sums = scratch.acc[i * lines..][..lines].iter_mut();
+                sums.for_each(|line| line.0.iter_mut().for_each(|v| *v *= shrink));
+            }
+        }
+        let keys = (groups * PANEL_COLS).min(last + 1 - k0);
+        products.mix(task.cache.value_rows(k0, keys), lines, &scratch.scores, &mut scratch.acc);
+        k0 += BLOCK;
+    }
+    for i in 0..rows {
+        let inverse = 1.0 / sum[i];
+        let from = scratch.acc[i * lines..][..lines].iter().flat_map(|line| &line.0);
+        out[i * hv..][..hv].iter_mut().zip(from).for_each(|(o, v)| *o = v * inverse);
+    }
+}

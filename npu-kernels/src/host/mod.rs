@@ -1,0 +1,142 @@
+//! The host's kernels: who may run what, and the operations a prefill is made of.
+//!
+//! * [`blocks`]: weight blocks to integer codes (plain).
+//! * [`acts`]: activations as the products want them, rounded and packed in tiles of [`TILE_ROWS`] rows.
+//! * [`gemm`]: weight panels decoded on the fly, products of tiles and panels.
+//! * [`attention`]: blocked attention with an online softmax.
+//! * [`rowops`]: norms, rotary embedding, gated activations, over one row.
+//! * [`scalar`], [`avx512`]: the inner loops, one file per instruction set.
+//! * [`pool`]: the threads.
+//!
+//! Loops that a compiler vectorises well stand once, in [`lanes`], and are compiled once per instruction set.
+
+pub mod acts;
+pub mod attention;
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub mod avx512;
+pub mod blocks;
+pub mod gemm;
+mod lanes;
+mod out;
+pub mod panel;
+pub mod pool;
+pub mod rowops;
+pub mod scalar;
+
+pub use out::Columns;
+pub use pool::Pool;
+
+use crate::weight::WeightView;
+use panel::{CodePanel, FloatPanel};
+
+/// Rows of activations that a kernel works on at once.
+pub const TILE_ROWS: usize = 12;
+/// Weight rows (outputs) of a panel: the 32-bit lanes of a 512-bit register.
+pub const PANEL_COLS: usize = 16;
+/// The product of one tile and one panel: `[row][column]`.
+pub type TileOut = [[f32; PANEL_COLS]; TILE_ROWS];
+
+/// The instruction sets there are kernels for. Chosen once, by name, and printed.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Isa {
+    /// Plain code: the oracle of the others, right everywhere and slow.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI.
+    Avx512,
+}
+
+impl Isa {
+    /// All, best first.
+    pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Scalar];
+
+    /// The best one that this processor has.
+    pub fn detect() -> Isa {
+        Isa::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Isa::Scalar)
+    }
+
+    /// Whether this processor has the instructions.
+    pub fn is_available(self) -> bool {
+        match self {
+            Isa::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::Avx2::new().is_some(),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::Avx512::new().is_some(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => false,
+        }
+    }
+
+    /// The kernel's name: architecture, types, variant.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Scalar => "any-i8f32-scalar",
+            Isa::Avx2 => "x86_64-i8f32-avx2",
+            Isa::Avx512 => "x86_64-i8f32-avx512vnni",
+        }
+    }
+
+    /// The instruction set called `name`, as typed on a command line.
+    pub fn parse(name: &str) -> Option<Isa> {
+        Some(match name {
+            "scalar" => Isa::Scalar,
+            "avx2" => Isa::Avx2,
+            "avx512" => Isa::Avx512,
+            _ => return None,
+        })
+    }
+}
+
+/// The inner loops of one instruction set.
+///
+/// # Safety
+/// A value may only be constructible on a processor that has the instructions: the methods use them unchecked.
+pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
+    /// The kernel, if this processor can run it.
+    fn new() -> Option<Self>;
+
+    /// Decodes rows `first..first + PANEL_COLS` of `w` into `panel` (missing rows as zeros).
+    fn decode_codes(self, w: &WeightView<'_>, first: usize, panel: &mut CodePanel);
+
+    /// The same for the float types.
+    fn decode_floats(self, w: &WeightView<'_>, first: usize, panel: &mut FloatPanel);
+
+    /// Tile times panel, integer codes. `form` is the index of the panel's code form among the tile's.
+    fn mul_codes(self, tile: &acts::CodeTile, form: usize, panel: &CodePanel, out: &mut TileOut);
+
+    /// Tile times panel, floats.
+    fn mul_floats(self, tile: &acts::FloatTile, panel: &FloatPanel, out: &mut TileOut);
+
+    /// Rounds row `i` of a tile (see [`acts::CodeTile::set_row`] for what is computed).
+    fn quantise_row(self, tile: &mut acts::CodeTile, i: usize, row: &[f32]);
+
+    /// Attention of one tile of query rows (see [`attention`]).
+    fn attend(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]);
+
+    /// Runs `f`, compiled for this instruction set where the compiler inlines it: for the loops of [`rowops`].
+    fn rows<F: FnOnce() -> R, R>(self, f: F) -> R;
+}
+
+/// Calls `$body` with `$kernel` bound to the kernel of `$isa`; the scalar one where the processor lacks it.
+#[macro_export]
+#[doc(hidden)]
+macro_rules! with_kernel {
+    ($isa:expr, $kernel:ident => $body:expr) => {{
+        #[allow(unused_imports)]
+        use $crate::host::Kernel as _;
+        match $isa {
+            #[cfg(target_arch = "x86_64")]
+            $crate::Isa::Avx512 if let Some($kernel) = $crate::host::avx512::Avx512::new() => $body,
+            #[cfg(target_arch = "x86_64")]
+            $crate::Isa::Avx2 if let Some($kernel) = $crate::host::avx2::Avx2::new() => $body,
+            _ => {
+                let $kernel = $crate::host::scalar::Scalar;
+                $body
+            }
+        }
+    }};
+}

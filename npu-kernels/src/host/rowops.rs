@@ -1,0 +1,145 @@
+//! Operations on one row of activations: norms, rotary embedding, gated activations, rounding.
+//!
+//! Formulas are ggml's CPU ones (`ops.cpp`, `vec.h`), including what it rounds: GELU there is a table over half
+//! precision numbers, so it is computed from and to half precision here.
+
+use super::lanes;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Which two channels a rotation turns.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Pairing {
+    /// Neighbours 2i and 2i+1 (llama.cpp's `NORM`).
+    Interleaved,
+    /// i and i + n_rot/2 (llama.cpp's `NEOX`).
+    Halves,
+}
+
+/// What the numbers of a cache are rounded to.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Precision {
+    /// Not at all.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+/// `out = x / sqrt(mean(x²) + eps) * weight`.
+#[inline(always)]
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let mut squares = [0f32; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for c in chunks {
+        squares.iter_mut().zip(c).for_each(|(s, v)| *s += v * v);
+    }
+    let total: f64 = squares.iter().chain(&rest.iter().map(|v| v * v).collect::<Vec<_>>()).map(|v| f64::from(*v)).sum();
+    let scale = 1.0 / ((total / x.len() as f64) as f32 + eps).sqrt();
+    for ((o, v), w) in out.iter_mut().zip(x).zip(weight) {
+        *o = v * scale * w;
+    }
+}
+
+/// [`rms_norm`] in place.
+#[inline(always)]
+pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+    let mut squares = [0f32; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for c in chunks {
+        squares.iter_mut().zip(c).for_each(|(s, v)| *s += v * v);
+    }
+    let total: f64 =
+        squares.iter().map(|v| f64::from(*v)).sum::<f64>() + rest.iter().map(|v| f64::from(v * v)).sum::<f64>();
+    let scale = 1.0 / ((total / x.len() as f64) as f32 + eps).sqrt();
+    x.iter_mut().zip(weight).for_each(|(v, w)| *v = *v * scale * w);
+}
+
+/// `x += y`.
+#[inline(always)]
+pub fn add(x: &mut [f32], y: &[f32]) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+}
+
+/// Turns the first `2 * cos.len()` channels of one head.
+#[inline(always)]
+pub fn rope(head: &mut [f32], pairing: Pairing, cos: &[f32], sin: &[f32]) {
+    let half = cos.len();
+    match pairing {
+        Pairing::Interleaved => {
+            for ((pair, c), s) in head.as_chunks_mut::<2>().0.iter_mut().zip(cos).zip(sin) {
+                let [a, b] = *pair;
+                *pair = [a * c - b * s, a * s + b * c];
+            }
+        }
+        Pairing::Halves => {
+            let (low, high) = head[..2 * half].split_at_mut(half);
+            for (((a, b), c), s) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+                (*a, *b) = (*a * c - *b * s, *a * s + *b * c);
+            }
+        }
+    }
+}
+
+/// `out = gate * sigmoid(gate) * up`.
+#[inline(always)]
+pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    let one = |g: &[f32; 16]| -> [f32; 16] {
+        let mut e = g.map(|v| -v);
+        lanes::exp::<false>(&mut e);
+        std::array::from_fn(|i| g[i] / (1.0 + e[i]))
+    };
+    let (g, g_rest) = gate.as_chunks::<16>();
+    let (u, u_rest) = up.as_chunks::<16>();
+    let (o, o_rest) = out.as_chunks_mut::<16>();
+    for ((g, u), o) in g.iter().zip(u).zip(o) {
+        let s = one(g);
+        *o = std::array::from_fn(|i| s[i] * u[i]);
+    }
+    for ((g, u), o) in g_rest.iter().zip(u_rest).zip(o_rest) {
+        *o = one(&[*g; 16])[0] * u;
+    }
+}
+
+/// `out = gelu(gate) * up`, GELU in its tanh form, from and to half precision for |gate| < 10 as ggml's table has it.
+#[inline(always)]
+pub fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
+    half_buffer.resize(gate.len(), f16::ZERO);
+    half_buffer.convert_from_f32_slice(gate);
+    half_buffer.convert_to_f32_slice(out);
+    // tanh(y) = 1 - 2 / (exp(2y) + 1), so 0.5 * x * (1 + tanh(y)) = x - x / (exp(2y) + 1).
+    let gelu = |x: &[f32; 16]| -> [f32; 16] {
+        let mut e = x.map(|x| 2.0 * 0.797_884_6 * x * (1.0 + 0.044_715 * x * x));
+        lanes::exp::<false>(&mut e);
+        std::array::from_fn(|i| x[i] - x[i] / (e[i] + 1.0))
+    };
+    let (chunks, rest) = out.as_chunks_mut::<16>();
+    chunks.iter_mut().for_each(|x| *x = gelu(x));
+    rest.iter_mut().for_each(|x| *x = gelu(&[*x; 16])[0]);
+    half_buffer.convert_from_f32_slice(out);
+    half_buffer.convert_to_f32_slice(out);
+    for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
+        let gelu = if *g <= -10.0 {
+            0.0
+        } else if *g >= 10.0 {
+            *g
+        } else {
+            *o
+        };
+        *o = gelu * u;
+    }
+}
+
+/// Rounds every number to what a cache of that precision would hold.
+pub fn round_to(precision: Precision, x: &mut [f32], half_buffer: &mut Vec<f16>) {
+    match precision {
+        Precision::F32 => {}
+        Precision::F16 => {
+            half_buffer.resize(x.len(), f16::ZERO);
+            half_buffer.convert_from_f32_slice(x);
+            half_buffer.convert_to_f32_slice(x);
+        }
+        Precision::Bf16 => x.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
+    }
+}
