@@ -1,0 +1,28 @@
+//! The prefill itself: a model and a prompt's tokens in, keys and values out.
+//!
+//! * [`arch`]: what an architecture is, as a table.
+//! * [`Spec`]: one model's numbers, read from its metadata and checked.
+//! * [`weights`]: its tensors, checked against the numbers; every tensor of the file must be accounted for.
+//! * [`Plan`]: what will be computed for a prompt, as data.
+//! * [`run`]: the plan, carried out on the host's kernels.
+//!
+//! Nothing here knows a file, a descriptor or a path: rows go to a [`KvSink`]. Logits are never computed, and of the
+//! last layer only keys and values are.
+#![forbid(unsafe_code)]
+
+pub mod arch;
+mod error;
+mod exec;
+mod model;
+mod plan;
+pub mod rope;
+mod spec;
+pub mod weights;
+
+pub use error::Error;
+pub use exec::{Hooks, Options, Timings, run};
+pub use kvlayout::KvSink;
+pub use model::{CacheParams, Model};
+pub use npu_kernels::Isa;
+pub use plan::{Command, Op, Plan};
+pub use spec::{LayerSpec, Spec};

@@ -1,0 +1,104 @@
+//! A model, ready to run: its numbers and its tensors, and what the decoder's memory for it looks like.
+
+use crate::spec::Spec;
+use crate::weights::Weights;
+use crate::{Error, KvSink};
+use gguf::Gguf;
+use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, Part};
+use npu_kernels::host::rowops::Precision;
+
+/// A model over a mapped file.
+#[derive(Debug)]
+pub struct Model<'g> {
+    spec: Spec,
+    weights: Weights<'g>,
+}
+
+/// How the decoder was started, as far as its memory depends on it.
+#[derive(Copy, Clone, Debug)]
+pub struct CacheParams {
+    /// `-ctk`.
+    pub type_k: CacheType,
+    /// `-ctv`.
+    pub type_v: CacheType,
+    /// V is transposed: flash attention is off.
+    pub v_trans: bool,
+    /// `--swa-full`.
+    pub swa_full: bool,
+    /// Streams of the cache: the number of slots without a unified cache, else 1.
+    pub n_stream: u32,
+    /// The decoder's context size, where known.
+    pub n_ctx: Option<u32>,
+}
+
+impl<'g> Model<'g> {
+    /// Reads and checks a model. Touches metadata and the small tensors only.
+    ///
+    /// # Errors
+    /// What is wrong with the file, or what it has that is not supported.
+    pub fn load(gguf: &'g Gguf) -> Result<Model<'g>, Error> {
+        let spec = Spec::read(gguf)?;
+        let weights = Weights::load(gguf, &spec)?;
+        Ok(Model { spec, weights })
+    }
+
+    /// The model's numbers.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The model's tensors.
+    pub fn weights(&self) -> &Weights<'g> {
+        &self.weights
+    }
+
+    /// Entries of the vocabulary.
+    pub fn n_vocab(&self) -> u32 {
+        self.spec.n_vocab
+    }
+
+    /// The decoder's memory for this model.
+    ///
+    /// # Errors
+    /// None today; models whose memory is not known are refused when loaded.
+    pub fn kv_spec(&self, params: &CacheParams) -> Result<KvSpec, Error> {
+        let pick = |windowed: bool| KvSection {
+            layers: (0u32..)
+                .zip(&self.spec.layers)
+                .filter(|(_, l)| l.windowed == windowed)
+                .map(|(layer, l)| LayerKv {
+                    layer,
+                    n_embd_k: (l.n_head_kv * self.spec.head_k) as u32,
+                    n_embd_v: (l.n_head_kv * self.spec.head_v) as u32,
+                })
+                .collect(),
+            window: self.spec.window.filter(|_| windowed),
+        };
+        // A model with a window has two caches even where the pattern leaves one of them without layers.
+        let sections = if self.spec.window.is_some() { vec![pick(false), pick(true)] } else { vec![pick(false)] };
+        Ok(KvSpec {
+            sections,
+            type_k: params.type_k,
+            type_v: params.type_v,
+            v_trans: params.v_trans,
+            cell_ext: false,
+            swa_full: params.swa_full,
+            n_stream: params.n_stream,
+        })
+    }
+}
+
+/// What attention reads back from the decoder's cache: values of the cache's precision. Asked of the sink's spec, not
+/// of the sink, since rows that a window drops are still attended to.
+pub(crate) fn precision(ty: CacheType) -> Precision {
+    match ty {
+        CacheType::F16 => Precision::F16,
+        CacheType::Bf16 => Precision::Bf16,
+        _ => Precision::F32,
+    }
+}
+
+/// Whether a sink takes a layer's keys or values at all.
+pub(crate) fn wanted(sink: &dyn KvSink, layer: u32) -> bool {
+    [Part::K, Part::V].into_iter().any(|part| !sink.wants(layer, part).is_empty())
+}

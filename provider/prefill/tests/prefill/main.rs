@@ -1,0 +1,7 @@
+//! Tests of the prefill against itself (what must not matter does not), against the reference dequantiser, and against
+//! bad models. That its numbers are the decoder's is proved by the conformance harness, on real servers.
+
+mod blocks;
+mod models;
+mod run;
+mod tiny;

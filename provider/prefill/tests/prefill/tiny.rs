@@ -1,0 +1,110 @@
+//! Tiny seeded models for the tests of this crate, written with `gguf::write`.
+
+use gguf::write::Writer;
+use gguf::{GgmlType, Gguf};
+
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Roughly normal, deviation 1.
+    pub fn normal(&mut self) -> f32 {
+        (0..6).map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.414
+    }
+}
+
+/// Shape of a tiny model.
+#[derive(Clone)]
+pub struct Tiny {
+    pub arch: &'static str,
+    pub n_layer: u32,
+    pub n_embd: u32,
+    pub n_head: u32,
+    pub n_head_kv: u32,
+    pub head: u32,
+    pub n_ff: u32,
+    pub n_vocab: u32,
+    pub window: Option<u32>,
+}
+
+pub fn tiny(arch: &'static str) -> Tiny {
+    let window = (arch == "gemma3").then_some(8);
+    Tiny { arch, n_layer: 3, n_embd: 64, n_head: 4, n_head_kv: 2, head: 16, n_ff: 96, n_vocab: 50, window }
+}
+
+impl Tiny {
+    /// The model, before `change` gets at it.
+    pub fn writer(&self) -> Writer {
+        let mut w = Writer::new(self.arch);
+        let key = |k: &str| format!("{}.{k}", self.arch);
+        w.u32(&key("block_count"), self.n_layer)
+            .u32(&key("embedding_length"), self.n_embd)
+            .u32(&key("context_length"), 4096)
+            .u32(&key("feed_forward_length"), self.n_ff)
+            .u32(&key("attention.head_count"), self.n_head)
+            .u32(&key("attention.head_count_kv"), self.n_head_kv)
+            .u32(&key("attention.key_length"), self.head)
+            .u32(&key("attention.value_length"), self.head)
+            .f32(&key("attention.layer_norm_rms_epsilon"), 1e-5)
+            .f32(&key("rope.freq_base"), 10000.0);
+        if let Some(n) = self.window {
+            w.u32(&key("attention.sliding_window"), n).u32(&key("attention.sliding_window_pattern"), 2);
+        }
+        let mut rng = Rng(0x5EED);
+        let (e, ff) = (u64::from(self.n_embd), u64::from(self.n_ff));
+        let (q, kv) = (u64::from(self.n_head * self.head), u64::from(self.n_head_kv * self.head));
+        let mut random = |w: &mut Writer, name: &str, ne: &[u64], mean: f32, deviation: f32| {
+            let n: u64 = ne.iter().product();
+            let values: Vec<f32> = (0..n).map(|_| mean + deviation * rng.normal()).collect();
+            w.tensor_f32(name, ne, &values).expect("a good tensor");
+        };
+        random(&mut w, "token_embd.weight", &[e, u64::from(self.n_vocab)], 0.0, 0.5);
+        random(&mut w, "output_norm.weight", &[e], 1.0, 0.1);
+        for i in 0..self.n_layer {
+            let t = |n: &str| format!("blk.{i}.{n}");
+            random(&mut w, &t("attn_norm.weight"), &[e], 1.0, 0.1);
+            random(&mut w, &t("attn_q.weight"), &[e, q], 0.0, 0.12);
+            random(&mut w, &t("attn_k.weight"), &[e, kv], 0.0, 0.12);
+            random(&mut w, &t("attn_v.weight"), &[e, kv], 0.0, 0.12);
+            random(&mut w, &t("attn_output.weight"), &[q, e], 0.0, 0.12);
+            random(&mut w, &t("ffn_norm.weight"), &[e], 1.0, 0.1);
+            random(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
+            random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
+            random(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
+            if self.arch == "qwen2" {
+                for (n, len) in [("attn_q.bias", q), ("attn_k.bias", kv), ("attn_v.bias", kv)] {
+                    random(&mut w, &t(n), &[len], 0.0, 0.3);
+                }
+            }
+            if matches!(self.arch, "qwen3" | "gemma3") {
+                random(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                random(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+            }
+            if self.arch == "gemma3" {
+                random(&mut w, &t("post_attention_norm.weight"), &[e], 1.0, 0.1);
+                random(&mut w, &t("post_ffw_norm.weight"), &[e], 1.0, 0.1);
+            }
+        }
+        w
+    }
+
+    pub fn gguf(&self) -> Gguf {
+        open(&self.writer())
+    }
+}
+
+pub fn open(w: &Writer) -> Gguf {
+    Gguf::from_bytes("tiny.gguf", w.finish()).expect("a sound file")
+}
+
+pub fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+pub const F32: GgmlType = GgmlType::F32;
