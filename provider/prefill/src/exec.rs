@@ -165,7 +165,8 @@ impl<'a, K: Kernel> Run<'a, K> {
     fn all(mut self, plan: &Plan, sink: &mut dyn KvSink, hooks: &mut dyn Hooks) -> Result<Timings, Error> {
         let mut t = Timings::default();
         let n_layer = self.model.spec().layers.len();
-        for c in &plan.commands {
+        for c in plan.commands() {
+            let c = &c;
             if hooks.stop() {
                 return Err(Error::Stopped);
             }

@@ -92,11 +92,10 @@ impl Command {
     }
 }
 
-/// The steps of one prefill.
+/// The steps of one prefill. Every chunk of a layer takes the same ones, so they are kept once per layer.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// In order.
-    pub commands: Vec<Command>,
+    layers: Vec<Vec<Op>>,
     /// Positions.
     pub n_tokens: usize,
     /// Positions per chunk.
@@ -108,36 +107,46 @@ impl Plan {
     /// The steps for `n_tokens` positions in chunks of `chunk` (at least 1).
     pub fn new(spec: &Spec, n_tokens: usize, chunk: usize) -> Plan {
         let chunk = chunk.clamp(1, n_tokens.max(1));
-        let chunks = || (0..n_tokens).step_by(chunk).map(|from| from..(from + chunk).min(n_tokens));
-        let mut commands: Vec<Command> = chunks().map(|rows| Command { layer: 0, rows, op: Op::Embed }).collect();
         let e = spec.n_embd;
-        for (layer, l) in spec.layers.iter().enumerate() {
+        let ops = |(layer, l): (usize, &crate::LayerSpec)| {
             let last = layer + 1 == spec.layers.len();
             let (q, k, v) = (l.n_head * spec.head_k, l.n_head_kv * spec.head_k, l.n_head_kv * spec.head_v);
-            for rows in chunks() {
-                let mut add = |op| commands.push(Command { layer, rows: rows.clone(), op });
-                add(Op::AttnNorm);
-                add(Op::Qkv { k: e, n: [if last { 0 } else { q }, k, v] });
-                add(Op::StoreKv);
-                if last {
-                    continue;
-                }
+            let mut ops = vec![Op::AttnNorm, Op::Qkv { k: e, n: [if last { 0 } else { q }, k, v] }, Op::StoreKv];
+            if !last {
                 let window = spec.window.filter(|_| l.windowed);
-                add(Op::Attention { heads: l.n_head, head: spec.head_k, window });
-                add(Op::AttnOut { k: l.n_head * spec.head_v, n: e });
-                add(Op::FfnNorm);
-                add(Op::GateUp { k: e, n: l.n_ff });
-                add(Op::Gate);
-                add(Op::Down { k: l.n_ff, n: e });
-                add(Op::Residual);
+                ops.extend([
+                    Op::Attention { heads: l.n_head, head: spec.head_k, window },
+                    Op::AttnOut { k: l.n_head * spec.head_v, n: e },
+                    Op::FfnNorm,
+                    Op::GateUp { k: e, n: l.n_ff },
+                    Op::Gate,
+                    Op::Down { k: l.n_ff, n: e },
+                    Op::Residual,
+                ]);
             }
-        }
-        Plan { commands, n_tokens, chunk, memory: memory(spec, n_tokens, chunk) }
+            ops
+        };
+        let layers = spec.layers.iter().enumerate().map(ops).collect();
+        Plan { layers, n_tokens, chunk, memory: memory(spec, n_tokens, chunk) }
+    }
+
+    /// The steps, in order.
+    pub fn commands(&self) -> impl Iterator<Item = Command> {
+        let chunks = || {
+            let starts = (0..self.n_tokens).step_by(self.chunk);
+            starts.map(|from| from..(from + self.chunk).min(self.n_tokens))
+        };
+        let embed = chunks().map(|rows| Command { layer: 0, rows, op: Op::Embed });
+        let layers = self.layers.iter().enumerate().flat_map(move |(layer, ops)| {
+            chunks()
+                .flat_map(move |rows| ops.iter().map(move |op| Command { layer, rows: rows.clone(), op: op.clone() }))
+        });
+        embed.chain(layers)
     }
 
     /// Multiplications and additions of the whole.
     pub fn flops(&self) -> u64 {
-        self.commands.iter().map(Command::flops).sum()
+        self.commands().map(|c| c.flops()).sum()
     }
 
     /// Bytes of memory that a run takes besides the model's file: the residual stream of all positions, one layer's
@@ -168,11 +177,11 @@ impl fmt::Display for Plan {
             "{} positions in chunks of {}: {} commands, {:.1} GFLOP, {:.1} MiB besides the model",
             self.n_tokens,
             self.chunk,
-            self.commands.len(),
+            self.commands().count(),
             self.flops() as f64 / 1e9,
             self.memory as f64 / f64::from(1 << 20)
         )?;
-        for c in &self.commands {
+        for c in self.commands() {
             let rows = format!("{}..{}", c.rows.start, c.rows.end);
             writeln!(f, "layer {:>3}  rows {rows:<12} {:>9.1} MFLOP  {:?}", c.layer, c.flops() as f64 / 1e6, c.op)?;
         }

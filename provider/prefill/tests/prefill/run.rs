@@ -171,7 +171,7 @@ impl KvSink for Nowhere {
 fn a_run_stops_between_any_two_commands() {
     let gguf = tiny("llama").gguf();
     let model = Model::load(&gguf).unwrap();
-    let n = Plan::new(model.spec(), 30, 12).commands.len();
+    let n = Plan::new(model.spec(), 30, 12).commands().count();
     for after in 1..=n {
         let mut hooks = StopAfter(std::cell::Cell::new(after));
         let result = run(&model, &tokens(30), &Options { chunk: 12, ..options() }, &mut Nowhere, &mut hooks);
@@ -240,5 +240,5 @@ fn the_plan_prices_what_a_model_costs() {
     let layer = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96;
     let attention: u64 = (1..=20u64).sum::<u64>() * 4 * 64;
     assert_eq!(plan.flops(), 20 * 2 * (2 * layer + 64 * 32 * 2) + 2 * attention);
-    assert!(plan.to_string().lines().count() == plan.commands.len() + 1);
+    assert!(plan.to_string().lines().count() == plan.commands().count() + 1);
 }

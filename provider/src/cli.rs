@@ -1,0 +1,380 @@
+//! What may be typed, and how text becomes values. What will be done with it is `job.rs`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvlayout::{CacheType, StateVersion};
+
+/// Package version, with the commit where the build knew it.
+pub const VERSION: &str = env!("NPU_PREFILL_VERSION");
+
+const USAGE: &str = "npu-prefill --tokens <IDS> --out <STATE> --model <GGUF> [--elfs <DIR>] [OPTIONS]
+       npu-prefill --tokens <IDS> --model <GGUF> --layout <HEADER> --fds <N[,N...]> [OPTIONS]
+       npu-prefill <COMMAND>";
+
+const ABOUT: &str = "Computes the KV cache of a prompt and hands it over to a llama.cpp decoder.
+
+The file route writes a sequence-state file that llama-server restores (POST /slots/0?action=restore), so that it \
+evaluates one token instead of the prompt. The file appears under its name when it is whole, or not at all. On success \
+one line of JSON goes to stdout, \"prefill_ms\" in it; everything else goes to stderr.";
+
+/// The command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "npu-prefill",
+    version = VERSION,
+    about = ABOUT,
+    override_usage = USAGE,
+    after_help = crate::exit::HELP,
+    args_conflicts_with_subcommands = true,
+    max_term_width = 110,
+)]
+pub struct Cli {
+    /// Something else than a handoff.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+    /// The handoff.
+    #[command(flatten)]
+    pub handoff: Handoff,
+}
+
+/// What the program can do besides a handoff.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Describe a GGUF model or a state file, and what is wrong with it
+    Inspect {
+        /// The file
+        file: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print how far two state files are apart, per layer; A is the reference
+    Compare {
+        /// The reference
+        a: PathBuf,
+        /// The other one
+        b: PathBuf,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Print what a prefill would do, command by command, and how much memory it would need
+    Plan(PlanArgs),
+    /// List the model architectures and cache types that are supported
+    Models,
+    /// List the environment variables, as a Markdown table
+    Environment,
+}
+
+/// The options of a handoff.
+#[derive(Debug, Default, Args)]
+pub struct Handoff {
+    /// Token ids of the prompt, the last one left out: decimal text, JSON, or raw 32-bit integers
+    #[arg(long, value_name = "IDS")]
+    pub tokens: Option<PathBuf>,
+    /// State file to write, in the decoder's --slot-save-path
+    #[arg(long, value_name = "STATE")]
+    pub out: Option<PathBuf>,
+    /// The decoder's model; any shard of a split one
+    #[arg(short, long, value_name = "GGUF")]
+    pub model: Option<PathBuf>,
+    /// Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]
+    #[arg(long, value_name = "DIR")]
+    pub elfs: Option<PathBuf>,
+    /// Shared route: the decoder's description of its memory (not in this version)
+    #[arg(long, value_name = "HEADER")]
+    pub layout: Option<OsString>,
+    /// Shared route: inherited descriptors of that memory (not in this version)
+    #[arg(long, value_name = "N[,N...]", allow_hyphen_values = true)]
+    pub fds: Option<OsString>,
+    #[command(flatten)]
+    pub decoder: DecoderArgs,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+    #[command(flatten)]
+    pub limits: LimitArgs,
+}
+
+/// What must match the decoder.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Must match the decoder")]
+pub struct DecoderArgs {
+    /// Version of the state file: 2, 3, 4 or auto. auto is that of the newest state file beside --out, else the configured one, else 3 [env: NPU_PREFILL_STATE_VERSION] [default: auto]
+    #[arg(long, value_name = "V", overrides_with = "state_version")]
+    pub state_version: Option<VersionChoice>,
+    /// Context size; 0 is the model's own [env: LLAMA_ARG_CTX_SIZE]
+    #[arg(short, long, value_name = "N", overrides_with = "ctx_size")]
+    pub ctx_size: Option<u32>,
+    /// Type of the keys, also -ctk: f16, bf16 or f32 [env: LLAMA_ARG_CACHE_TYPE_K] [default: f16]
+    #[arg(long, value_name = "TYPE", overrides_with = "cache_type_k")]
+    pub cache_type_k: Option<CacheType>,
+    /// Type of the values, also -ctv: f16, bf16 or f32 [env: LLAMA_ARG_CACHE_TYPE_V] [default: f16]
+    #[arg(long, value_name = "TYPE", overrides_with = "cache_type_v")]
+    pub cache_type_v: Option<CacheType>,
+    /// Flash attention, also -fa: on, off or auto [env: LLAMA_ARG_FLASH_ATTN] [default: auto, which is on]
+    #[arg(long, value_name = "on|off|auto", num_args = 0..=1, default_missing_value = "on", allow_negative_numbers = true, overrides_with = "flash_attn")]
+    pub flash_attn: Option<FlashAttn>,
+    /// The decoder keeps all positions of sliding-window layers [env: LLAMA_ARG_SWA_FULL]
+    #[arg(long, overrides_with = "swa_full")]
+    pub swa_full: bool,
+    /// Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), overrides_with = "n_stream")]
+    pub n_stream: Option<u32>,
+    /// Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+}
+
+/// How to compute.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Computing")]
+pub struct ComputeArgs {
+    /// Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true, overrides_with = "threads")]
+    pub threads: Option<i64>,
+    /// Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]
+    #[arg(long, value_name = "N", value_parser = chunk, overrides_with = "chunk")]
+    pub chunk: Option<usize>,
+    /// Instruction set of the host kernels: auto, scalar, avx2 or avx512 [env: NPU_PREFILL_ISA] [default: auto]
+    #[arg(long, value_name = "NAME", overrides_with = "isa")]
+    pub isa: Option<String>,
+    /// Where to compute [env: NPU_PREFILL_DEVICE] [default: auto]
+    #[arg(long, value_enum, value_name = "auto|cpu|npu", hide_possible_values = true, overrides_with = "device")]
+    pub device: Option<Device>,
+}
+
+/// When not to.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Limits")]
+pub struct LimitArgs {
+    /// Decline with exit code 77 when there are fewer ids [env: NPU_PREFILL_MIN_TOKENS]
+    #[arg(long, value_name = "N", overrides_with = "min_tokens")]
+    pub min_tokens: Option<usize>,
+    /// Refuse before loading when the estimate is higher: bytes, or with K, M, G [env: NPU_PREFILL_MAX_MEMORY]
+    #[arg(long, value_name = "SIZE", value_parser = size, overrides_with = "max_memory")]
+    pub max_memory: Option<u64>,
+    /// Give up after so many seconds, fractions allowed [env: NPU_PREFILL_DEADLINE]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, overrides_with = "deadline")]
+    pub deadline: Option<Duration>,
+}
+
+/// The options of `plan`.
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// The model
+    #[arg(short, long, value_name = "GGUF")]
+    pub model: PathBuf,
+    /// Number of tokens
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub n_tokens: u32,
+    #[command(flatten)]
+    pub decoder: DecoderArgs,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+}
+
+/// `--state-version`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VersionChoice {
+    /// Find out.
+    Auto,
+    /// This one.
+    Exactly(StateVersion),
+}
+
+impl FromStr for VersionChoice {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        if s == "auto" {
+            return Ok(VersionChoice::Auto);
+        }
+        s.parse().map(VersionChoice::Exactly).map_err(|_| "it is 2, 3, 4 or auto".to_owned())
+    }
+}
+
+/// `--flash-attn`, in all of llama.cpp's spellings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FlashAttn {
+    /// V rows.
+    On,
+    /// V transposed.
+    Off,
+    /// What a server with a CPU backend makes of it: on.
+    Auto,
+}
+
+impl FromStr for FlashAttn {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "on" | "enabled" | "true" | "1" => Ok(FlashAttn::On),
+            "off" | "disabled" | "false" | "0" => Ok(FlashAttn::Off),
+            "auto" | "-1" => Ok(FlashAttn::Auto),
+            _ => Err("it is on, off or auto".to_owned()),
+        }
+    }
+}
+
+/// `--device`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Device {
+    /// The best there is.
+    Auto,
+    /// The host.
+    Cpu,
+    /// An NPU or nothing.
+    Npu,
+}
+
+/// A number of tokens computed at a time.
+pub fn chunk(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n @ 1..=65_536) => Ok(n),
+        _ => Err("it is 1 to 65536".to_owned()),
+    }
+}
+
+/// A size in bytes with an optional binary unit: `1500000000`, `800M`, `1.5GiB`.
+pub fn size(s: &str) -> Result<u64, String> {
+    let wrong = || "it is a number of bytes, or a number with K, M, G or T (of 1024)".to_owned();
+    let digits = s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len());
+    let (number, unit) = s.split_at(digits);
+    let unit = unit.trim().to_ascii_uppercase();
+    let unit = unit.strip_suffix("IB").or_else(|| unit.strip_suffix('B')).unwrap_or(&unit);
+    let shift = match unit {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return Err(wrong()),
+    };
+    if let Ok(whole) = number.parse::<u64>() {
+        return whole.checked_mul(1 << shift).ok_or_else(wrong);
+    }
+    let value = number.parse::<f64>().map_err(|_| wrong())? * (1u64 << shift) as f64;
+    // Beyond 2^53 a fraction is a slip of the hand.
+    if (0.0..9e15).contains(&value) { Ok(value as u64) } else { Err(wrong()) }
+}
+
+/// A positive time in seconds.
+pub fn seconds(s: &str) -> Result<Duration, String> {
+    let value: f64 = s.parse().map_err(|_| "it is a number of seconds".to_owned())?;
+    // Beyond a year nobody waits, and some sums would not hold it.
+    if value > 0.0 && value <= 31_536_000.0 {
+        Ok(Duration::from_secs_f64(value))
+    } else {
+        Err("it is a number of seconds above 0, at most a year".to_owned())
+    }
+}
+
+/// llama.cpp has options of several letters after one dash; clap has none. They become the long ones here.
+pub fn normalise(argv: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
+    let mut options = true;
+    argv.into_iter()
+        .map(|arg| {
+            options &= arg != "--";
+            match arg.to_str() {
+                Some("-ctk") if options => "--cache-type-k".into(),
+                Some("-ctv") if options => "--cache-type-v".into(),
+                Some("-fa") if options => "--flash-attn".into(),
+                _ => arg,
+            }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(normalise(line.split_whitespace().map(OsString::from)))
+    }
+
+    #[test]
+    fn clap_is_content() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn both_usage_lines_are_in_help() {
+        let help = Cli::command().render_long_help().to_string();
+        for line in [
+            "npu-prefill --tokens <IDS> --out <STATE> --model <GGUF> [--elfs <DIR>]",
+            "npu-prefill --tokens <IDS> --model <GGUF> --layout <HEADER> --fds <N[,N...]>",
+        ] {
+            assert!(help.contains(line), "{help}");
+        }
+    }
+
+    #[test]
+    fn llama_cpp_spellings() {
+        let cli = parse("npu-prefill -ctk bf16 -ctv f32 -fa off -c 8192 -t 3 -m x.gguf").unwrap().handoff;
+        assert_eq!(cli.decoder.cache_type_k.unwrap().to_string(), "bf16");
+        assert_eq!(cli.decoder.cache_type_v.unwrap().to_string(), "f32");
+        assert_eq!(cli.decoder.flash_attn, Some(FlashAttn::Off));
+        assert_eq!((cli.decoder.ctx_size, cli.compute.threads), (Some(8192), Some(3)));
+        for (text, want) in [
+            ("-fa on", FlashAttn::On),
+            ("-fa 1", FlashAttn::On),
+            ("-fa", FlashAttn::On),
+            ("--flash-attn enabled", FlashAttn::On),
+            ("-fa auto", FlashAttn::Auto),
+            ("-fa -1", FlashAttn::Auto),
+            ("-fa 0", FlashAttn::Off),
+            ("-fa=false", FlashAttn::Off),
+            ("-fa off -fa on", FlashAttn::On),
+        ] {
+            let text = text.replace("-fa=", "--flash-attn=");
+            let cli = parse(&format!("npu-prefill {text} --out x")).unwrap_or_else(|e| panic!("{text}: {e}"));
+            assert_eq!(cli.handoff.decoder.flash_attn, Some(want), "{text}");
+            assert_eq!(cli.handoff.out.unwrap().to_str(), Some("x"));
+        }
+        for bad in [
+            "-fa maybe",
+            "-ctk f17",
+            "-c -1",
+            "-c x",
+            "--state-version 5",
+            "--chunk 0",
+            "--deadline 0",
+            "--deadline -3",
+            "--deadline nan",
+            "--n-stream 0",
+            "--device gpu",
+            "--max-memory lots",
+            "--out a --out b",
+            "--what",
+        ] {
+            assert!(parse(&format!("npu-prefill {bad}")).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sizes_and_times() {
+        for (text, want) in
+            [("0", 0), ("1", 1), ("1K", 1024), ("1.5k", 1536), ("2G", 2 << 30), ("2GiB", 2 << 30), ("3 MB", 3 << 20)]
+        {
+            assert_eq!(size(text), Ok(want), "{text}");
+        }
+        for bad in ["", "G", "-1", "1X", "1e3", "99999999999G", "9999999999999.5G", "1..5", "."] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+        assert_eq!(seconds("0.25"), Ok(Duration::from_millis(250)));
+        for bad in ["0", "-1", "inf", "nan", "x", "", "1e99"] {
+            assert!(seconds(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn names_after_a_double_dash_stay() {
+        let out = normalise(["inspect", "-fa", "--", "-fa"].map(OsString::from));
+        assert_eq!(out, ["inspect", "--flash-attn", "--", "-fa"]);
+    }
+}

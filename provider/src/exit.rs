@@ -1,0 +1,243 @@
+//! Exit numbers, and which error gets which. No other file knows a number; the rest of the program speaks of [`Kind`]s.
+
+use std::fmt;
+
+/// What went wrong, from the point of view of whoever started the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The command line, or a variable that stands for a part of it.
+    Usage,
+    /// The model, the ids or a state file is malformed.
+    Data,
+    /// An input file is missing or cannot be opened.
+    NoInput,
+    /// No device, no kernel, an architecture or type that is not supported.
+    Unavailable,
+    /// An invariant broke: a bug.
+    Internal,
+    /// The output cannot be created where it was asked for.
+    CannotCreate,
+    /// A read or a write broke; the disk is full.
+    Io,
+    /// Not had in time.
+    Busy,
+    /// The parameters do not fit together. Nothing was written.
+    Refused,
+    /// Not worth a handoff.
+    Declined,
+    /// The configuration is wrong.
+    Config,
+    /// SIGHUP.
+    HangUp,
+    /// SIGINT.
+    Interrupted,
+    /// SIGTERM, or the parent is gone.
+    Terminated,
+}
+
+impl Kind {
+    /// The process exit status.
+    pub fn code(self) -> u8 {
+        match self {
+            Kind::Usage => 2,
+            Kind::Data => 65,
+            Kind::NoInput => 66,
+            Kind::Unavailable => 69,
+            Kind::Internal => 70,
+            Kind::CannotCreate => 73,
+            Kind::Io => 74,
+            Kind::Busy => 75,
+            Kind::Refused => 76,
+            Kind::Declined => 77,
+            Kind::Config => 78,
+            Kind::HangUp => 129,
+            Kind::Interrupted => 130,
+            Kind::Terminated => 143,
+        }
+    }
+
+    fn with(self, error: impl std::error::Error + Send + Sync + 'static) -> Error {
+        Error { kind: self, error: error.into() }
+    }
+}
+
+/// The table that `--help` prints.
+pub const HELP: &str = "\
+Exit codes:
+    0  handed over: the file is whole and has its name
+    2  usage: the command line, or a variable standing for it
+   65  data: model, ids or state file malformed
+   66  no input: a file is missing or cannot be opened
+   69  unavailable: no device, or a model or type that is not supported
+   70  internal: a bug
+   73  cannot create: --out cannot be made there
+   74  i/o: a read or write broke, disk full
+   75  busy: not done in time (--deadline)
+   76  refused: parameters do not fit together; nothing was written
+   77  declined: not worth a handoff (--min-tokens)
+   78  config: the configuration file or --elfs is wrong
+  129, 130, 143  cancelled by SIGHUP, SIGINT, SIGTERM or the parent's death; no output left behind
+After every code but 0 the decoder should compute the prompt itself.";
+
+/// An error with its kind. The text is the outermost line; causes follow it, separated by colons.
+#[derive(Debug)]
+pub struct Error {
+    /// Decides the exit status.
+    pub kind: Kind,
+    error: anyhow::Error,
+}
+
+/// What every fallible function of the program returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// An error of our own.
+    pub fn new(kind: Kind, text: impl fmt::Display + fmt::Debug + Send + Sync + 'static) -> Error {
+        Error { kind, error: anyhow::Error::msg(text) }
+    }
+
+    /// Says what was being done when it happened.
+    pub fn context(self, what: impl fmt::Display + Send + Sync + 'static) -> Error {
+        Error { kind: self.kind, error: self.error.context(what) }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // One line, whatever the causes hold: a caller reads stderr line by line.
+        let text = format!("{:#}", self.error);
+        f.write_str(&text.split(['\n', '\r']).map(str::trim).filter(|s| !s.is_empty()).collect::<Vec<_>>().join("; "))
+    }
+}
+
+/// Opening an input.
+pub fn open_error(error: std::io::Error) -> Error {
+    open_kind(&error).with(error)
+}
+
+fn open_kind(error: &std::io::Error) -> Kind {
+    use std::io::ErrorKind as E;
+    match error.kind() {
+        E::NotFound | E::PermissionDenied | E::NotADirectory | E::IsADirectory | E::InvalidInput => Kind::NoInput,
+        _ if matches!(error.raw_os_error(), Some(libc_numbers::ELOOP | libc_numbers::ENAMETOOLONG)) => Kind::NoInput,
+        _ => Kind::Io,
+    }
+}
+
+/// Reading an input that was opened.
+pub fn read_error(error: std::io::Error) -> Error {
+    let kind = if error.kind() == std::io::ErrorKind::IsADirectory { Kind::NoInput } else { Kind::Io };
+    kind.with(error)
+}
+
+/// Opening a model.
+pub fn gguf_error(error: gguf::Error) -> Error {
+    use gguf::Error as G;
+    let kind = match &error {
+        G::Io { source, .. } => return open_kind(source).with(error),
+        G::MissingShard { .. } => Kind::NoInput,
+        G::Unsupported { .. } | G::NoDequantizer { .. } => Kind::Unavailable,
+        G::Write { .. } | G::Blocks { .. } => Kind::Internal,
+        _ => Kind::Data,
+    };
+    kind.with(error)
+}
+
+/// Reading ids.
+pub fn ids_error(error: crate::ids::IdsError) -> Error {
+    match error {
+        crate::ids::IdsError::Io(e) => read_error(e),
+        e => Kind::Data.with(e),
+    }
+}
+
+/// Making the map.
+pub fn refusal(error: kvlayout::Refusal) -> Error {
+    let kind = match error {
+        kvlayout::Refusal::UnsupportedType { .. } => Kind::Unavailable,
+        _ => Kind::Refused,
+    };
+    kind.with(error)
+}
+
+/// Reading a state file.
+pub fn parse_error(error: kvlayout::ParseError) -> Error {
+    Kind::Data.with(error)
+}
+
+/// Beginning the output.
+pub fn create_error(error: kvlayout::CreateError) -> Error {
+    let kind = match error {
+        kvlayout::CreateError::CannotCreate { .. } => Kind::CannotCreate,
+        _ => Kind::Io,
+    };
+    kind.with(error)
+}
+
+/// Filling and publishing the output.
+pub fn sink_error(error: kvlayout::SinkError) -> Error {
+    use kvlayout::SinkError as S;
+    let kind = match error {
+        S::Io(_) => Kind::Io,
+        S::NonFinite { .. } | S::Overflow { .. } => Kind::Refused,
+        _ => Kind::Internal,
+    };
+    kind.with(error)
+}
+
+/// Loading a model and running it.
+pub fn prefill_error(error: prefill::Error) -> Error {
+    use prefill::Error as P;
+    let kind = match error {
+        P::Sink(e) => return sink_error(e),
+        P::Gguf(e) => return gguf_error(e),
+        P::Unsupported { .. } => Kind::Unavailable,
+        P::Key { .. } | P::Tensor { .. } | P::Token { .. } => Kind::Data,
+        // As the sink's own check: the computation was made, and its result is not handed over.
+        P::NotFinite { .. } => Kind::Refused,
+        P::Pool(_) => Kind::Busy,
+        // Whoever asked for the stop says why; this is only for a stop that nobody owns up to.
+        P::Stopped => Kind::Terminated,
+        _ => Kind::Internal,
+    };
+    kind.with(error)
+}
+
+mod libc_numbers {
+    pub const ELOOP: i32 = rustix::io::Errno::LOOP.raw_os_error();
+    pub const ENAMETOOLONG: i32 = rustix::io::Errno::NAMETOOLONG.raw_os_error();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_whatever_the_cause_says() {
+        let e = Error::new(Kind::Data, "inner\nsecond line\r\n").context("reading x");
+        assert_eq!(e.to_string(), "reading x: inner; second line");
+    }
+
+    #[test]
+    fn help_lists_every_code() {
+        use Kind::*;
+        for kind in [
+            Usage,
+            Data,
+            NoInput,
+            Unavailable,
+            Internal,
+            CannotCreate,
+            Io,
+            Busy,
+            Refused,
+            Declined,
+            Config,
+            HangUp,
+            Interrupted,
+            Terminated,
+        ] {
+            assert!(HELP.contains(&kind.code().to_string()), "{kind:?}");
+        }
+    }
+}

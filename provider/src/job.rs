@@ -1,0 +1,293 @@
+//! What will be done: the command line, the environment, the configuration and the defaults brought together and checked.
+//! Nothing is opened here but the configuration, and nothing is written.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use kvlayout::CacheType;
+
+use crate::cli::{ComputeArgs, DecoderArgs, Device, FlashAttn, Handoff, VersionChoice, chunk, seconds, size};
+use crate::config::{self, Config};
+use crate::env::{self, Variable};
+use crate::exit::{Error, Kind, Result};
+
+/// Most threads per CPU: more than one is of no use but harmless, thousands are a slip of the hand.
+const THREADS_PER_CPU: usize = 4;
+
+/// A handoff by the file route.
+#[derive(Debug)]
+pub struct Job {
+    /// The ids file.
+    pub tokens: PathBuf,
+    /// The state file.
+    pub out: PathBuf,
+    /// The model.
+    pub model: PathBuf,
+    /// What must match the decoder.
+    pub decoder: Decoder,
+    /// How to compute.
+    pub compute: Compute,
+    /// Fewer ids are declined.
+    pub min_tokens: usize,
+    /// A higher estimate is refused.
+    pub max_memory: Option<u64>,
+    /// When to give up, from the start of the process.
+    pub deadline: Option<Duration>,
+    /// What the user should know, one line each.
+    pub notes: Vec<String>,
+}
+
+/// What must match the decoder.
+#[derive(Debug)]
+pub struct Decoder {
+    /// Version of the state file.
+    pub version: VersionChoice,
+    /// What `version` was said by.
+    pub version_by: String,
+    /// Context size; `None` when not known or the model's own.
+    pub n_ctx: Option<u32>,
+    /// Type of the keys.
+    pub type_k: CacheType,
+    /// Type of the values.
+    pub type_v: CacheType,
+    /// V is transposed: no flash attention.
+    pub v_trans: bool,
+    /// All positions of sliding-window layers.
+    pub swa_full: bool,
+    /// Streams of the cache.
+    pub n_stream: u32,
+    /// The configuration, which knows more.
+    pub config: Config,
+}
+
+/// How to compute.
+#[derive(Debug)]
+pub struct Compute {
+    /// Threads.
+    pub threads: usize,
+    /// Tokens at a time; `None` is the engine's default.
+    pub chunk: Option<usize>,
+    /// Instruction set; `None` is the best there is.
+    pub isa: Option<String>,
+}
+
+impl Job {
+    /// Brings everything together.
+    ///
+    /// # Errors
+    /// What was typed, set or configured does not make a job.
+    pub fn new(args: Handoff) -> Result<Job> {
+        // Before anything is touched: on this route a provider that fails half-way costs the decoder its memory.
+        if args.layout.is_some() || args.fds.is_some() {
+            let text = "the shared route (--layout, --fds) is not in this version; use the file route (--out)";
+            return Err(Error::new(Kind::Unavailable, text));
+        }
+        let missing: Vec<&str> =
+            [("--tokens", args.tokens.is_none()), ("--out", args.out.is_none()), ("--model", args.model.is_none())]
+                .iter()
+                .filter_map(|&(name, missing)| missing.then_some(name))
+                .collect();
+        let (Some(tokens), Some(out), Some(model)) = (args.tokens, args.out, args.model) else {
+            return Err(usage(format!("missing: {}. See npu-prefill --help", missing.join(", "))));
+        };
+        if out.file_name().is_none() || out.as_os_str().as_encoded_bytes().ends_with(b"/") {
+            return Err(usage(format!("--out {}: not the name of a file", out.display())));
+        }
+        let mut notes = Vec::new();
+        if let Some(why) = server_refuses(&out) {
+            notes.push(format!("--out {}: llama-server does not restore files of this name: {why}", out.display()));
+        }
+        let compute = Compute::new(&args.compute, &mut notes)?;
+        let decoder = Decoder::new(&args.decoder)?;
+        let elfs = pick(args.elfs, env::ELFS.get().map(PathBuf::from), None, &env::ELFS);
+        if let Some((dir, by)) = &elfs {
+            let wrong = |what: String| Error::new(Kind::Config, format!("{by} {}: {what}", dir.display()));
+            match std::fs::metadata(dir) {
+                Ok(meta) if meta.is_dir() => {}
+                Ok(_) => return Err(wrong("it is not a directory of kernels".to_owned())),
+                Err(e) => return Err(wrong(e.to_string())),
+            }
+            notes.push(format!(
+                "kernels in {} are not used: this build has no NPU backend; computing on the CPU",
+                dir.display()
+            ));
+        }
+        let whole = |s: &str| s.parse::<usize>().map_err(|_| "it is a number of tokens".to_owned());
+        Ok(Job {
+            tokens,
+            out,
+            model,
+            decoder,
+            compute,
+            min_tokens: args.limits.min_tokens.or(env::MIN_TOKENS.parse(whole)?).unwrap_or(0),
+            max_memory: args.limits.max_memory.or(env::MAX_MEMORY.parse(size)?),
+            deadline: args.limits.deadline.or(env::DEADLINE.parse(seconds)?),
+            notes,
+        })
+    }
+}
+
+impl Decoder {
+    /// From the flags, the environment and the configuration.
+    ///
+    /// # Errors
+    /// See [`Job::new`].
+    pub fn new(args: &DecoderArgs) -> Result<Decoder> {
+        let named = args.config.clone().or_else(|| env::CONFIG.get().map(PathBuf::from));
+        let config = config::load(named.as_deref())?;
+        let by_config =
+            |key: &str| config.path.as_ref().map(|p| format!("{key} in {}", p.display())).unwrap_or_default();
+
+        let word = |s: &str| s.parse::<CacheType>().map_err(|e| e.to_string());
+        let cache_type = |flag, var: &Variable, key, configured: Option<CacheType>| {
+            let configured = configured.map(|t| (t, by_config(key)));
+            let (ty, by) = pick(flag, var.parse(word)?, configured, var).unwrap_or((CacheType::F16, String::new()));
+            if ty.is_supported() {
+                return Ok(ty);
+            }
+            let have: Vec<String> = CacheType::ALL.iter().filter(|t| t.is_supported()).map(|t| t.to_string()).collect();
+            let text =
+                format!("{by}: a cache of type {ty} cannot be written in this version, only {}", have.join(", "));
+            Err(Error::new(Kind::Unavailable, text))
+        };
+        let type_k = cache_type(args.cache_type_k, &env::CACHE_TYPE_K, "cache_type_k", config.cache_type_k)?;
+        let type_v = cache_type(args.cache_type_v, &env::CACHE_TYPE_V, "cache_type_v", config.cache_type_v)?;
+
+        let flash = args.flash_attn.or(env::FLASH_ATTN.parse(str::parse)?).or(config.flash_attn);
+        let swa_env = env::SWA_FULL.parse(|s| match s.parse() {
+            Ok(FlashAttn::On) => Ok(true),
+            Ok(FlashAttn::Off) => Ok(false),
+            _ => Err("it is on or off".to_owned()),
+        })?;
+        let ctx = env::CTX_SIZE.parse(|s| s.parse::<u32>().map_err(|_| "it is a number of tokens".to_owned()))?;
+        let streams = env::N_STREAM.parse(|s| match s.parse() {
+            Ok(n @ 1..=256) => Ok(n),
+            _ => Err("it is 1 to 256".to_owned()),
+        })?;
+        let (version, version_by) =
+            pick(args.state_version, env::STATE_VERSION.parse(str::parse)?, None, &env::STATE_VERSION)
+                .unwrap_or((VersionChoice::Auto, String::new()));
+        Ok(Decoder {
+            version,
+            version_by,
+            n_ctx: args.ctx_size.or(ctx).or(config.n_ctx).filter(|&n| n > 0),
+            type_k,
+            type_v,
+            v_trans: flash == Some(FlashAttn::Off),
+            swa_full: args.swa_full || swa_env.or(config.swa_full).unwrap_or(false),
+            n_stream: args.n_stream.or(streams).or(config.n_stream).unwrap_or(1),
+            config,
+        })
+    }
+}
+
+impl Compute {
+    /// From the flags and the environment; what was adjusted is noted.
+    ///
+    /// # Errors
+    /// See [`Job::new`].
+    pub fn new(args: &ComputeArgs, notes: &mut Vec<String>) -> Result<Compute> {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        // The variable is shared with the server, which takes 0 and -1 for its default; a typed 0 is a mistake.
+        let typed = match args.threads {
+            Some(n) if n == 0 || n < -1 => {
+                return Err(usage(format!("--threads {n}: at least 1, or -1 for the default")));
+            }
+            n => n,
+        };
+        let set = env::THREADS.parse(|s| s.parse::<i64>().map_err(|_| "it is a number of threads".to_owned()))?;
+        let most = cpus.saturating_mul(THREADS_PER_CPU);
+        let threads = match typed.or(set).map(usize::try_from) {
+            None | Some(Err(_) | Ok(0)) => cpus,
+            Some(Ok(n)) if n > most => {
+                notes.push(format!("{n} threads are too many for {cpus} CPUs; using {most}"));
+                most
+            }
+            Some(Ok(n)) => n,
+        };
+        let device = env::DEVICE.parse(|s| {
+            <Device as clap::ValueEnum>::from_str(s, false).map_err(|_| "it is auto, cpu or npu".to_owned())
+        })?;
+        if args.device.or(device) == Some(Device::Npu) {
+            let text = "--device npu: this build has no NPU backend; use --device auto or cpu";
+            return Err(Error::new(Kind::Unavailable, text));
+        }
+        Ok(Compute {
+            threads,
+            chunk: args.chunk.or(env::CHUNK.parse(chunk)?),
+            isa: args.isa.clone().or(env::ISA.parse(|s| Ok(s.to_owned()))?).filter(|s| s != "auto"),
+        })
+    }
+}
+
+/// Flag beats variable beats configuration; with what it was said by.
+fn pick<T>(flag: Option<T>, var: Option<T>, config: Option<(T, String)>, variable: &Variable) -> Option<(T, String)> {
+    flag.map(|v| (v, variable.option.to_owned())).or_else(|| var.map(|v| (v, variable.name.to_owned()))).or(config)
+}
+
+fn usage(text: String) -> Error {
+    Error::new(Kind::Usage, text)
+}
+
+/// Why llama-server would answer 400 to a restore of a file of this name.
+fn server_refuses(out: &Path) -> Option<String> {
+    let name = out.file_name()?;
+    let Some(name) = name.to_str() else { return Some("it is not UTF-8".to_owned()) };
+    let odd = |c: char| {
+        c.is_control()
+            || matches!(
+                c,
+                '\\' | ':'
+                    | '*'
+                    | '?'
+                    | '"'
+                    | '<'
+                    | '>'
+                    | '|'
+                    | '\u{ff0e}'
+                    | '\u{2215}'
+                    | '\u{2216}'
+                    | '\u{fffd}'
+                    | '\u{feff}'
+            )
+    };
+    if let Some(c) = name.chars().find(|&c| odd(c)) {
+        return Some(format!("it contains {c:?}"));
+    }
+    if name.contains("..") {
+        return Some("it contains \"..\"".to_owned());
+    }
+    if name.starts_with(' ') || name.ends_with([' ', '.']) {
+        return Some("it starts or ends with a space, or ends with a dot".to_owned());
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_a_server_refuses() {
+        for name in ["a:b", "a..b", "x.", " x", "x ", "a*", "tab\t", "q\u{ff0e}"] {
+            assert!(server_refuses(&Path::new("/slots").join(name)).is_some(), "{name}");
+        }
+        for name in ["a.bin", ".x", "xé.bin", "a b"] {
+            assert!(server_refuses(Path::new(name)).is_none(), "{name}");
+        }
+    }
+
+    #[test]
+    fn the_shared_route_is_refused_before_anything_else() {
+        let args = Handoff { fds: Some("99,x".into()), out: Some("/nowhere/".into()), ..Handoff::default() };
+        let e = Job::new(args).unwrap_err();
+        assert_eq!(e.kind, Kind::Unavailable);
+        assert!(e.to_string().contains("not in this version"));
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let e = Job::new(Handoff { out: Some("x".into()), ..Handoff::default() }).unwrap_err();
+        assert_eq!((e.kind, e.to_string()), (Kind::Usage, "missing: --tokens, --model. See npu-prefill --help".into()));
+    }
+}

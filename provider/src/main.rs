@@ -1,0 +1,95 @@
+//! `npu-prefill`: the program. Arguments become a job, the job a state file, and whatever goes wrong one line on stderr and
+//! an exit status. Computing is the `prefill` crate's, bytes are `kvlayout`'s.
+
+mod cli;
+mod compare;
+mod config;
+mod describe;
+mod engine;
+mod env;
+mod exit;
+mod handoff;
+mod ids;
+mod inspect;
+mod job;
+mod receipt;
+mod say;
+mod signals;
+mod state_version;
+
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Parser;
+
+use crate::cli::{Cli, Command};
+use crate::exit::{Error, Kind, Result};
+use crate::say::say;
+
+fn main() -> ExitCode {
+    let started = Instant::now();
+    std::panic::set_hook(Box::new(on_panic));
+    let cli = match Cli::try_parse_from(cli::normalise(std::env::args_os())) {
+        Ok(cli) => cli,
+        Err(e) if e.use_stderr() => {
+            say(usage(&e.render().to_string()));
+            return Kind::Usage.code().into();
+        }
+        Err(help) => {
+            let _ = help.print();
+            return ExitCode::SUCCESS;
+        }
+    };
+    // A panic unwinds to here, so that an unfinished output is dropped like on any other error. The hook has said what it was.
+    let result = catch_unwind(AssertUnwindSafe(|| dispatch(cli, started)));
+    match result {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(e)) => {
+            say(&e);
+            e.kind.code().into()
+        }
+        Err(_) => Kind::Internal.code().into(),
+    }
+}
+
+/// What is wrong with a command line, on one line like every other error; the usage itself is a command away.
+fn usage(rendered: &str) -> Error {
+    let text = rendered.split("\n\nUsage:").next().unwrap_or_default();
+    let text = text.split("\n\nFor more information").next().unwrap_or_default();
+    let text = text.strip_prefix("error: ").unwrap_or(text).replace(":\n", ":");
+    let words: Vec<&str> = text.split_whitespace().collect();
+    Error::new(Kind::Usage, words.join(" ") + ". See npu-prefill --help")
+}
+
+fn dispatch(cli: Cli, started: Instant) -> Result<()> {
+    let level = env::LOG.parse(|s| s.parse().map_err(|_| "it is off, error, warn, info, debug or trace".to_owned()))?;
+    say::start_log(level.unwrap_or(log::LevelFilter::Warn));
+    match cli.command {
+        None => {
+            let watch = signals::Watch::start()
+                .map_err(|e| Error::new(Kind::Internal, e).context("setting up the handling of signals"))?;
+            let job = job::Job::new(cli.handoff)?;
+            handoff::run(&job, &watch, started)
+        }
+        Some(Command::Inspect { file, json }) => inspect::run(&file, json),
+        Some(Command::Compare { a, b, json }) => compare::run(&a, &b, json),
+        Some(Command::Plan(args)) => describe::plan(&args),
+        Some(Command::Models) => {
+            describe::models();
+            Ok(())
+        }
+        Some(Command::Environment) => {
+            say::print(&env::markdown());
+            Ok(())
+        }
+    }
+}
+
+fn on_panic(info: &PanicHookInfo<'_>) {
+    let what = info.payload();
+    let what = what.downcast_ref::<&str>().copied().or_else(|| what.downcast_ref::<String>().map(String::as_str));
+    let what = what.unwrap_or("panic").replace('\n', " ");
+    let place = info.location().map(|l| format!(" at {l}")).unwrap_or_default();
+    say(format_args!("internal error: {what}{place} (npu-prefill {}); please report this", cli::VERSION));
+}

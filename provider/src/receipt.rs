@@ -1,0 +1,86 @@
+//! The line on stdout that says a handoff was made.
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde::Serialize;
+
+/// What was done. Times are in milliseconds.
+#[derive(Debug, Serialize)]
+pub struct Receipt<'a> {
+    /// Computing the keys and values, from the first layer to the last, their conversion and writing included.
+    pub prefill_ms: f64,
+    /// Ids handed over.
+    pub n_tokens: usize,
+    /// Their rate.
+    pub tokens_per_second: f64,
+    /// Version of the state file.
+    pub state_version: u32,
+    /// How the version was come by.
+    pub state_version_from: &'a str,
+    /// Size of the state file.
+    pub bytes: u64,
+    /// Converting and writing rows, and publishing the file.
+    pub write_ms: f64,
+    /// Opening the model and preparing its weights.
+    pub load_ms: f64,
+    /// From the start of the process.
+    pub total_ms: f64,
+    /// Threads.
+    pub threads: usize,
+    /// Tokens computed at a time.
+    pub chunk: usize,
+    /// Where it was computed.
+    pub device: &'a str,
+    /// The kernels that computed it.
+    pub kernel: &'a str,
+    /// The model's architecture.
+    pub architecture: &'a str,
+    /// Type of the keys.
+    pub cache_type_k: String,
+    /// Type of the values.
+    pub cache_type_v: String,
+    /// Whether the decoder is expected to use flash attention.
+    pub flash_attn: bool,
+    /// Most memory the process had resident, pages of the mapped model included.
+    pub peak_rss_bytes: Option<u64>,
+    /// What had been estimated.
+    pub memory_estimate_bytes: u64,
+    /// The state file.
+    pub out: &'a str,
+    /// Version of this program.
+    pub npu_prefill: &'static str,
+}
+
+impl Receipt<'_> {
+    /// Prints it. Whether anyone reads it changes nothing: the file is there.
+    pub fn print(&self) {
+        let line = serde_json::to_string(self).unwrap_or_else(|_| format!("{{\"prefill_ms\":{}}}", self.prefill_ms));
+        crate::say::report(&line);
+    }
+}
+
+/// Milliseconds to the microsecond.
+pub fn ms(d: Duration) -> f64 {
+    round(d.as_secs_f64() * 1e3)
+}
+
+/// To three decimals; whatever is not finite is 0, since JSON has no word for it.
+pub fn round(value: f64) -> f64 {
+    if value.is_finite() { (value * 1e3).round() / 1e3 } else { 0.0 }
+}
+
+/// The process's high-water mark of resident memory.
+pub fn peak_rss() -> Option<u64> {
+    let status = std::fs::read_to_string(Path::new("/proc/self/status")).ok()?;
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_peak_is_known_here() {
+        assert!(super::peak_rss().unwrap() > 1 << 20);
+    }
+}

@@ -1,0 +1,209 @@
+//! What the integration tests share: a tiny model, a place to work in, and the program as a child process with an
+//! environment of its own.
+#![allow(dead_code)]
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use gguf::GgmlType;
+use gguf::write::Writer;
+use kvlayout::State;
+use kvlayout::faults::{self, Expect};
+use tempfile::TempDir;
+
+pub const BIN: &str = env!("CARGO_BIN_EXE_npu-prefill");
+pub const N_VOCAB: u32 = 320;
+
+/// Numbers that look random and are the same everywhere.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        // splitmix64
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// From -1 to 1.
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}
+
+/// A llama of two layers and 64 channels, in F32; `change` may spoil it.
+pub fn model(n_layer: u32, change: impl FnOnce(&mut Writer)) -> Writer {
+    let (n_embd, n_ff, n_head, n_head_kv) = (64u64, 128u64, 4u32, 2u32);
+    let n_kv = n_embd / u64::from(n_head) * u64::from(n_head_kv);
+    let mut w = Writer::new("llama");
+    w.str("general.name", "tiny");
+    w.u32("llama.block_count", n_layer);
+    w.u32("llama.context_length", 4096);
+    w.u32("llama.embedding_length", n_embd as u32);
+    w.u32("llama.feed_forward_length", n_ff as u32);
+    w.u32("llama.attention.head_count", n_head);
+    w.u32("llama.attention.head_count_kv", n_head_kv);
+    w.u32("llama.rope.dimension_count", n_embd as u32 / n_head);
+    w.u32("llama.vocab_size", N_VOCAB);
+    w.f32("llama.rope.freq_base", 10_000.0);
+    w.f32("llama.attention.layer_norm_rms_epsilon", 1e-5);
+    let mut random = Random(1);
+    let mut add = |name: &str, ne: &[u64]| {
+        let n: u64 = ne.iter().product();
+        let scale = if ne.len() == 1 { 0.0 } else { 1.0 / (ne[0] as f32).sqrt() };
+        let offset = if ne.len() == 1 { 1.0 } else { 0.0 };
+        let values: Vec<f32> = (0..n).map(|_| offset + scale * random.unit()).collect();
+        w.tensor_f32(name, ne, &values).unwrap();
+    };
+    add("token_embd.weight", &[n_embd, N_VOCAB.into()]);
+    for i in 0..n_layer {
+        let mut block = |name: &str, ne: &[u64]| add(&format!("blk.{i}.{name}.weight"), ne);
+        block("attn_norm", &[n_embd]);
+        block("attn_q", &[n_embd, n_embd]);
+        block("attn_k", &[n_embd, n_kv]);
+        block("attn_v", &[n_embd, n_kv]);
+        block("attn_output", &[n_embd, n_embd]);
+        block("ffn_norm", &[n_embd]);
+        block("ffn_gate", &[n_embd, n_ff]);
+        block("ffn_up", &[n_embd, n_ff]);
+        block("ffn_down", &[n_ff, n_embd]);
+    }
+    add("output_norm.weight", &[n_embd]);
+    change(&mut w);
+    w
+}
+
+/// A directory with a model, an ids file and room for a state.
+pub struct Scene {
+    pub dir: TempDir,
+    pub model: PathBuf,
+    pub ids: PathBuf,
+    pub slots: PathBuf,
+    pub out: PathBuf,
+    pub tokens: Vec<i32>,
+}
+
+impl Scene {
+    pub fn new(n_tokens: usize) -> Scene {
+        Scene::with(n_tokens, 2)
+    }
+
+    pub fn with(n_tokens: usize, n_layer: u32) -> Scene {
+        let dir = tempfile::tempdir().unwrap();
+        let slots = dir.path().join("slots");
+        std::fs::create_dir(&slots).unwrap();
+        let mut random = Random(2);
+        let tokens: Vec<i32> = (0..n_tokens).map(|_| random.below(N_VOCAB.into()) as i32).collect();
+        let scene = Scene {
+            model: dir.path().join("tiny.gguf"),
+            ids: slots.join("ids.txt"),
+            out: slots.join("state.bin"),
+            slots,
+            tokens,
+            dir,
+        };
+        model(n_layer, |_| ()).write(&scene.model).unwrap();
+        scene.write_ids(&scene.tokens);
+        scene
+    }
+
+    pub fn write_ids(&self, ids: &[i32]) {
+        let text: String = ids.iter().map(|id| format!("{id}\n")).collect();
+        std::fs::write(&self.ids, text).unwrap();
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// The handoff's command line.
+    pub fn command(&self) -> Command {
+        let mut c = program();
+        c.arg("--tokens").arg(&self.ids).arg("--out").arg(&self.out).arg("--model").arg(&self.model);
+        c
+    }
+
+    pub fn run<A: AsRef<OsStr>>(&self, more: &[A]) -> Ran {
+        Ran::from(self.command().args(more).output().unwrap())
+    }
+
+    /// The names in the slot directory besides the ids file.
+    pub fn left(&self) -> Vec<String> {
+        let names = std::fs::read_dir(&self.slots).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+        names.filter(|n| n != "ids.txt").collect()
+    }
+
+    /// The state that was written, checked from one end to the other.
+    pub fn state(&self) -> State {
+        check_state(&self.out, &self.tokens)
+    }
+}
+
+pub fn check_state(path: &Path, tokens: &[i32]) -> State {
+    let bytes = std::fs::read(path).unwrap();
+    let state = State::parse(&bytes).unwrap_or_else(|e| panic!("{e}"));
+    let expect = Expect { n_vocab: Some(N_VOCAB), tokens: Some(tokens.to_vec()), handoff: true, ..Expect::default() };
+    let faults = faults::check(&state, &expect);
+    assert!(faults.is_empty(), "{faults:?}");
+    assert_eq!(state.write(), bytes);
+    state
+}
+
+/// The program with nothing in its environment.
+pub fn program() -> Command {
+    let mut c = Command::new(BIN);
+    c.env_clear();
+    c
+}
+
+/// How a run ended.
+#[derive(Debug)]
+pub struct Ran {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl From<Output> for Ran {
+    fn from(o: Output) -> Ran {
+        Ran {
+            code: o.status.code(),
+            stdout: String::from_utf8(o.stdout).unwrap(),
+            stderr: String::from_utf8(o.stderr).unwrap(),
+        }
+    }
+}
+
+impl Ran {
+    /// The receipt of a run that went well.
+    #[track_caller]
+    pub fn receipt(&self) -> serde_json::Value {
+        assert_eq!(self.code, Some(0), "{self:?}");
+        assert_eq!(self.stdout.matches('\n').count(), 1, "{self:?}");
+        serde_json::from_str(&self.stdout).unwrap()
+    }
+
+    /// Checks a run that failed: its code, silence on stdout, and what the last line on stderr says.
+    #[track_caller]
+    pub fn failed(&self, code: i32, says: &str) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        assert_eq!(self.stdout, "", "{self:?}");
+        let last = self.stderr.lines().last().unwrap_or_default();
+        assert!(last.starts_with("npu-prefill: "), "{self:?}");
+        assert!(self.stderr.contains(says), "no {says:?} in {self:?}");
+        assert!(!self.stderr.contains("panicked"), "{self:?}");
+    }
+}
+
+/// A tensor of a type, filled with nothing.
+pub fn zeros(ty: GgmlType, ne: &[u64]) -> Vec<u8> {
+    let rows: u64 = ne[1..].iter().product();
+    vec![0; (ty.row_bytes(ne[0]).unwrap() * rows) as usize]
+}
