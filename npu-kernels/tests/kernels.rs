@@ -75,8 +75,11 @@ fn check_gemm(isa: Isa, ty: WeightType, m: usize, n: usize, k: usize, seed: u64)
     let bias: Vec<f32> = rng.row(n);
     let wanted = oracle::product(&rows, &weight);
     let pool = Pool::new(2).unwrap();
-    let mut acts =
-        Activations::new(m, k, &[WeightType::Q4_K, ty, WeightType::Q8_0].map(|t| if k.is_multiple_of(256) { t } else { ty }));
+    let mut acts = Activations::new(
+        m,
+        k,
+        &[WeightType::Q4_K, ty, WeightType::Q8_0].map(|t| if k.is_multiple_of(256) { t } else { ty }),
+    );
     let mut out = vec![f32::NAN; m * n];
     with_kernel!(isa, kernel => {
         acts.fill(kernel, &pool, |i, row| row.copy_from_slice(&rows[i]));

@@ -8,7 +8,7 @@
 //! * [`scalar`], [`avx512`]: the inner loops, one file per instruction set.
 //! * [`pool`]: the threads.
 //!
-//! Loops that a compiler vectorises well stand once, in [`lanes`], and are compiled once per instruction set.
+//! Loops that a compiler vectorises well stand once, in `lanes`, and are compiled once per instruction set.
 
 pub mod acts;
 pub mod attention;
@@ -111,7 +111,7 @@ pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
     /// Tile times panel, floats.
     fn mul_floats(self, tile: &acts::FloatTile, panel: &FloatPanel, out: &mut TileOut);
 
-    /// Rounds row `i` of a tile (see [`acts::CodeTile::set_row`] for what is computed).
+    /// Rounds row `i` of a tile: blocks of 32 as ggml's `quantize_row_q8_0`, of 256 as its `quantize_row_q8_K`.
     fn quantise_row(self, tile: &mut acts::CodeTile, i: usize, row: &[f32]);
 
     /// Attention of one tile of query rows (see [`attention`]).
