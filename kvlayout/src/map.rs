@@ -136,6 +136,52 @@ pub enum Refusal {
     /// Sizes past what a file can have.
     #[error("the state would have more than 2^63 bytes")]
     TooLarge,
+    /// A shared memory's context of nothing, or of more cells than can be numbered.
+    #[error("a context of {0} tokens: a decoder has 1 to 2147483392")]
+    Context(u32),
+    /// Rows of a shared memory that are no whole number of blocks.
+    #[error("layer {layer} {part}: rows of {width} channels are no whole number of {} of {ty}", ty.block_elems())]
+    RowBlocks {
+        /// Model layer.
+        layer: u32,
+        /// K or V.
+        part: Part,
+        /// Channels.
+        width: u32,
+        /// Their type.
+        ty: CacheType,
+    },
+    /// A shared memory is that of one sequence.
+    #[error("{0} streams: memory is shared by a decoder of 1 (-np 1)")]
+    SharedStreams(u32),
+    /// The rows of a transposed V are no rows.
+    #[error("V is transposed (flash attention off), and shared memory takes rows: run the decoder with -fa on")]
+    SharedTransposed,
+    /// The prompt is too long for the decoder's memory.
+    #[error("section {section}: {n_tokens} tokens and the prompt's last one do not fit the decoder's {cells} cells{}",
+        if *windowed { " for layers with a sliding window; with --swa-full they would have more" } else { "" })]
+    SharedCells {
+        /// Section index.
+        section: usize,
+        /// Tokens to hand over.
+        n_tokens: u32,
+        /// Cells there are.
+        cells: u64,
+        /// Whether the section has a sliding window.
+        windowed: bool,
+    },
+    /// The layout is not that of the spec.
+    #[error("layer {layer} {part}: the model has {want}, the layout {found}")]
+    SharedTensor {
+        /// Model layer.
+        layer: u32,
+        /// K or V.
+        part: Part,
+        /// Type and channels of the model.
+        want: String,
+        /// Type and channels of the layout, or that it has none.
+        found: String,
+    },
 }
 
 /// A decoder has at most this many sequences (`LLAMA_MAX_SEQ`), and a stream for each at most.
@@ -234,6 +280,12 @@ impl KvMap {
             return Err(Refusal::TooLarge);
         }
         Ok(KvMap { size, n_tokens, fixed, windows, index })
+    }
+
+    /// A map whose bytes are in the windows alone, which must be disjoint and inside `size` bytes.
+    pub(crate) fn of_windows(size: u64, n_tokens: u32, windows: Vec<(u32, Part, Window)>) -> KvMap {
+        let index = windows.iter().enumerate().map(|(i, (layer, part, _))| ((*layer, *part), i)).collect();
+        KvMap { size, n_tokens, fixed: Vec::new(), windows, index }
     }
 
     /// Bytes in all.

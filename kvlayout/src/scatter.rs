@@ -1,7 +1,7 @@
 //! Rows of f32 in, the decoder's bytes out. One implementation for every kind of memory, so that what is proved over a
 //! `Vec<u8>` holds for files and regions. It does not decide where anything goes; the map did.
 
-use crate::{ByteSpace, CacheType, KvMap, Order, Part};
+use crate::{ByteSpace, CacheType, KvMap, Order, Part, convert};
 use std::io;
 use std::ops::Range;
 
@@ -29,7 +29,7 @@ pub trait KvSink {
 /// What was handed over.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub struct Receipt {
-    /// Bytes in all.
+    /// Bytes put in: those of the whole state file, or those of the rows in a shared memory.
     pub bytes: u64,
     /// Tokens, which is the number of positions.
     pub tokens: u32,
@@ -201,12 +201,28 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
         if let Some(position) = overlap(&self.have[i], &kept) {
             return Err(SinkError::Twice { layer, part, position });
         }
+        let first = u64::from(kept.start - w.positions.start);
+        if S::LIVE && w.order == Order::Rows {
+            // Small pieces straight to where they are read: no copy of more than one, and never long without a look at
+            // whether writing is still allowed. All values are judged before the first is seen.
+            if let Some(at) = convert::not_finite(w.elem, rows) {
+                return Err(refuse(kept.start, at, rows[at]));
+            }
+            let mut at = w.offset + first * w.row_bytes;
+            for rows in rows.chunks(convert::PIECE / w.elem.block_bytes() as usize) {
+                convert::into_bytes(w.elem, rows, &mut self.scratch);
+                self.touched = true;
+                self.space.put_in(w.region, at, &self.scratch)?;
+                at += self.scratch.len() as u64;
+            }
+            insert(&mut self.have[i], kept);
+            return Ok(());
+        }
         self.scratch.clear();
         w.elem.encode(rows, &mut self.scratch).map_err(|at| refuse(kept.start, at, rows[at]))?;
         self.touched |= S::LIVE;
-        let first = u64::from(kept.start - w.positions.start);
         match w.order {
-            Order::Rows => self.space.put(w.offset + first * w.row_bytes, &self.scratch)?,
+            Order::Rows => self.space.put_in(w.region, w.offset + first * w.row_bytes, &self.scratch)?,
             Order::Transposed => {
                 let el = w.elem.block_bytes() as usize;
                 let mut line = Vec::with_capacity(kept.len() * el);
@@ -215,7 +231,8 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
                     for row in self.scratch.chunks_exact(width * el) {
                         line.extend_from_slice(&row[channel * el..(channel + 1) * el]);
                     }
-                    self.space.put(w.offset + channel as u64 * w.row_bytes + first * el as u64, &line)?;
+                    let at = w.offset + channel as u64 * w.row_bytes + first * el as u64;
+                    self.space.put_in(w.region, at, &line)?;
                 }
             }
         }
@@ -228,7 +245,7 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
     }
 
     fn touched(&self) -> bool {
-        self.touched
+        self.space.touched().unwrap_or(self.touched)
     }
 
     fn commit(self: Box<Self>) -> Result<Receipt, SinkError> {
@@ -244,7 +261,7 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
             space.put(at, bytes)?;
         }
         space.seal()?;
-        Ok(Receipt { bytes: map.size(), tokens: map.n_tokens(), tensors: have.len() as u32 })
+        Ok(Receipt { bytes: map.filled(), tokens: map.n_tokens(), tensors: have.len() as u32 })
     }
 }
 

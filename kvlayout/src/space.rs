@@ -16,6 +16,21 @@ pub trait ByteSpace {
     /// Puts `bytes` at `at`. Fails with [`io::ErrorKind::InvalidInput`] when they do not lie inside.
     fn put(&mut self, at: u64, bytes: &[u8]) -> io::Result<()>;
 
+    /// The same where there are several regions: `at` counts from the beginning of `region`. A space without regions is region 0.
+    fn put_in(&mut self, region: u16, at: u64, bytes: &[u8]) -> io::Result<()> {
+        match region {
+            0 => self.put(at, bytes),
+            _ => {
+                Err(io::Error::new(io::ErrorKind::InvalidInput, format!("region {region} of a space that has only 0")))
+            }
+        }
+    }
+
+    /// Whether a reader could have seen a byte that was put, where the space itself keeps account of it.
+    fn touched(&self) -> Option<bool> {
+        None
+    }
+
     /// Hands the bytes over to whoever reads them. A failure means that they were not.
     fn seal(self) -> io::Result<()>;
 }
