@@ -25,6 +25,7 @@ fn help_and_version() {
         "-ctk",
         "ONEBIT_HYBRID_ELFS",
         "Exit codes:",
+        "After 79 the decoder must not adopt.",
     ] {
         assert!(ran.stdout.contains(text), "{text}");
     }

@@ -141,11 +141,6 @@ fn what_is_not_supported() {
     let ran = Ran::from(scene.command().env("LLAMA_ARG_CACHE_TYPE_V", "q4_0").output().unwrap());
     ran.failed(69, "LLAMA_ARG_CACHE_TYPE_V: a cache of type q4_0");
     refused(&scene, &["--isa", "abacus"], 69, "abacus");
-    // The shared route, before anything else is looked at.
-    let ran = Ran::from(program().args(["--layout", "/nowhere", "--fds", "3,4"]).output().unwrap());
-    ran.failed(69, "not in this version");
-    Ran::from(program().args(["--fds", "-1"]).output().unwrap()).failed(69, "not in this version");
-
     let path = scene.path("other.gguf");
     let mut c = program();
     c.arg("--tokens").arg(&scene.ids).arg("--out").arg(&scene.out).arg("--model").arg(&path);

@@ -18,8 +18,9 @@ const USAGE: &str = "npu-prefill --tokens <IDS> --out <STATE> --model <GGUF> [--
 const ABOUT: &str = "Computes the KV cache of a prompt and hands it over to a llama.cpp decoder.
 
 The file route writes a sequence-state file that llama-server restores (POST /slots/0?action=restore), so that it \
-evaluates one token instead of the prompt. The file appears under its name when it is whole, or not at all. On success \
-one line of JSON goes to stdout, \"prefill_ms\" in it; everything else goes to stderr.";
+evaluates one token instead of the prompt. The file appears under its name when it is whole, or not at all. The shared \
+route writes the rows straight into the decoder's memory; everything that can be refused is refused before the first \
+byte. On success one line of JSON goes to stdout, \"prefill_ms\" in it; everything else goes to stderr.";
 
 /// The command line.
 #[derive(Debug, Parser)]
@@ -64,6 +65,8 @@ pub enum Command {
     },
     /// Print what a prefill would do, command by command, and how much memory it would need
     Plan(PlanArgs),
+    /// Print how the memory of a decoder that shares it is laid out: regions, sizes, hashes, tensors
+    Layout(LayoutArgs),
     /// List the model architectures and cache types that are supported
     Models,
     /// List the environment variables, as a Markdown table
@@ -85,10 +88,10 @@ pub struct Handoff {
     /// Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]
     #[arg(long, value_name = "DIR")]
     pub elfs: Option<PathBuf>,
-    /// Shared route: the decoder's description of its memory (not in this version)
+    /// Shared route, instead of --out: the file in which the decoder describes its memory
     #[arg(long, value_name = "HEADER")]
-    pub layout: Option<OsString>,
-    /// Shared route: inherited descriptors of that memory (not in this version)
+    pub layout: Option<PathBuf>,
+    /// Shared route: the inherited descriptors of that memory, one per region, in their order
     #[arg(long, value_name = "N[,N...]", allow_hyphen_values = true)]
     pub fds: Option<OsString>,
     #[command(flatten)]
@@ -175,6 +178,22 @@ pub struct PlanArgs {
     pub decoder: DecoderArgs,
     #[command(flatten)]
     pub compute: ComputeArgs,
+}
+
+/// The options of `layout`.
+#[derive(Debug, Args)]
+pub struct LayoutArgs {
+    /// The model
+    #[arg(short, long, value_name = "GGUF")]
+    pub model: PathBuf,
+    /// Micro-batch of the decoder, also -ub; only sliding-window layers depend on it
+    #[arg(long, value_name = "N", default_value_t = kvlayout::DEFAULT_UBATCH, value_parser = clap::value_parser!(u32).range(1..=i64::from(i32::MAX)))]
+    pub ubatch_size: u32,
+    /// Print the header that such a decoder would send, as JSON
+    #[arg(long)]
+    pub json: bool,
+    #[command(flatten)]
+    pub decoder: DecoderArgs,
 }
 
 /// `--state-version`.
@@ -282,6 +301,7 @@ pub fn normalise(argv: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
                 Some("-ctk") if options => "--cache-type-k".into(),
                 Some("-ctv") if options => "--cache-type-v".into(),
                 Some("-fa") if options => "--flash-attn".into(),
+                Some("-ub") if options => "--ubatch-size".into(),
                 _ => arg,
             }
         })

@@ -26,7 +26,7 @@ use crate::exit::{Error, Kind, Result};
 const MAX_BYTES: u64 = 1 << 20;
 
 /// The file's contents, checked.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Config {
     /// Where it was read from; `None` when there is no file.
     pub path: Option<PathBuf>,

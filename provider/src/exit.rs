@@ -1,15 +1,20 @@
 //! Exit numbers, and which error gets which. No other file knows a number; the rest of the program speaks of [`Kind`]s.
+//!
+//! One thing outranks every kind: once the decoder's memory has been written to, whatever goes wrong is [`Kind::Tainted`].
 
 use std::fmt;
+use std::sync::OnceLock;
+
+use kvlayout::Touched;
 
 /// What went wrong, from the point of view of whoever started the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// The command line, or a variable that stands for a part of it.
     Usage,
-    /// The model, the ids or a state file is malformed.
+    /// The model, the ids, a header or a state file is malformed.
     Data,
-    /// An input file is missing or cannot be opened.
+    /// An input file is missing or cannot be opened, or a descriptor is not open.
     NoInput,
     /// No device, no kernel, an architecture or type that is not supported.
     Unavailable,
@@ -27,6 +32,8 @@ pub enum Kind {
     Declined,
     /// The configuration is wrong.
     Config,
+    /// Stopped, by whatever, after writing into the decoder's memory.
+    Tainted,
     /// SIGHUP.
     HangUp,
     /// SIGINT.
@@ -50,6 +57,7 @@ impl Kind {
             Kind::Refused => 76,
             Kind::Declined => 77,
             Kind::Config => 78,
+            Kind::Tainted => 79,
             Kind::HangUp => 129,
             Kind::Interrupted => 130,
             Kind::Terminated => 143,
@@ -64,10 +72,10 @@ impl Kind {
 /// The table that `--help` prints.
 pub const HELP: &str = "\
 Exit codes:
-    0  handed over: the file is whole and has its name
+    0  handed over: the file is whole and has its name, or the decoder's memory has every row
     2  usage: the command line, or a variable standing for it
-   65  data: model, ids or state file malformed
-   66  no input: a file is missing or cannot be opened
+   65  data: model, ids, header or state file malformed
+   66  no input: a file is missing or cannot be opened, or a descriptor is not open
    69  unavailable: no device, or a model or type that is not supported
    70  internal: a bug
    73  cannot create: --out cannot be made there
@@ -76,8 +84,23 @@ Exit codes:
    76  refused: parameters do not fit together; nothing was written
    77  declined: not worth a handoff (--min-tokens)
    78  config: the configuration file or --elfs is wrong
+   79  tainted: stopped, for whatever reason, after writing into the decoder's memory
   129, 130, 143  cancelled by SIGHUP, SIGINT, SIGTERM or the parent's death; no output left behind
-After every code but 0 the decoder should compute the prompt itself.";
+After every code but 0 the decoder should compute the prompt itself.
+After 79 the decoder must not adopt.";
+
+/// Whether the decoder's memory has been written to. On the file route nobody says so.
+static MEMORY: OnceLock<Touched> = OnceLock::new();
+
+/// From here on `touched` decides whether what goes wrong is [`Kind::Tainted`].
+pub fn watch_memory(touched: Touched) {
+    let _ = MEMORY.set(touched);
+}
+
+/// Whether whatever goes wrong now is [`Kind::Tainted`].
+pub fn is_tainted() -> bool {
+    MEMORY.get().is_some_and(Touched::get)
+}
 
 /// An error with its kind. The text is the outermost line; causes follow it, separated by colons.
 #[derive(Debug)]
@@ -94,6 +117,16 @@ impl Error {
     /// An error of our own.
     pub fn new(kind: Kind, text: impl fmt::Display + fmt::Debug + Send + Sync + 'static) -> Error {
         Error { kind, error: anyhow::Error::msg(text) }
+    }
+
+    /// The error with which the process ends: this one, unless the decoder's memory has been written to.
+    #[must_use]
+    pub fn at_the_end(self) -> Error {
+        if !is_tainted() {
+            return self;
+        }
+        let error = self.error.context("stopped after writing into the decoder's memory, which must not be adopted");
+        Error { kind: Kind::Tainted, error }
     }
 
     /// Says what was being done when it happened.
@@ -160,6 +193,46 @@ pub fn refusal(error: kvlayout::Refusal) -> Error {
     kind.with(error)
 }
 
+/// Taking over descriptors.
+pub fn inherit_error(error: kvlayout::InheritError) -> Error {
+    use kvlayout::InheritError as I;
+    let kind = match &error {
+        I::List { .. } => Kind::Usage,
+        I::NotInherited { .. } => Kind::NoInput,
+        e if e.is_missing() => Kind::NoInput,
+        I::Io { .. } => Kind::Io,
+        _ => Kind::Refused,
+    };
+    kind.with(error)
+}
+
+/// Reading a header.
+pub fn header_error(error: kvlayout::HeaderError) -> Error {
+    let kind = match &error {
+        kvlayout::HeaderError::Read { source, .. } => open_kind(source),
+        _ => Kind::Data,
+    };
+    kind.with(error)
+}
+
+/// Holding a header against the model.
+pub fn share_refusal(error: kvlayout::ShareRefusal) -> Error {
+    match error {
+        kvlayout::ShareRefusal::Spec(e) => refusal(e),
+        e => Kind::Refused.with(e),
+    }
+}
+
+/// Mapping the decoder's memory.
+pub fn region_error(error: kvlayout::RegionError) -> Error {
+    use kvlayout::RegionError as R;
+    let kind = match &error {
+        R::MapFailed { .. } | R::NoMemory { .. } => Kind::Io,
+        _ => Kind::Refused,
+    };
+    kind.with(error)
+}
+
 /// Reading a state file.
 pub fn parse_error(error: kvlayout::ParseError) -> Error {
     Kind::Data.with(error)
@@ -209,8 +282,59 @@ mod libc_numbers {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+
+    /// Makes this process one that has written into a decoder's memory.
+    pub fn taint() {
+        use kvlayout::{
+            ByteSpace, CacheType, Guard, Inherited, KvMap, KvSection, KvSpec, LayerKv, Regions, ShareLayout,
+        };
+        let layers = vec![LayerKv { layer: 0, n_embd_k: 32, n_embd_v: 32 }];
+        let (type_k, type_v) = (CacheType::F16, CacheType::F16);
+        let sections = vec![KvSection { layers, window: None }];
+        let (v_trans, cell_ext, swa_full) = (false, false, false);
+        let spec = KvSpec { sections, type_k, type_v, v_trans, cell_ext, swa_full, n_stream: 1 };
+        let layout = ShareLayout::compute(&spec, 256).unwrap();
+        let map = KvMap::shared(&spec, &layout, 1).unwrap();
+        let fd = rustix::fs::memfd_create("taint", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, layout.size()).unwrap();
+        let guard = Guard::open();
+        watch_memory(guard.touched());
+        let mut regions = Regions::map(vec![Inherited::from_owned(fd).unwrap()], &layout, &map, guard).unwrap();
+        assert!(!is_tainted());
+        regions.put_in(0, 0, &[1]).unwrap();
+        assert!(is_tainted());
+    }
+
+    /// Runs a test that is ignored elsewhere in a process of its own, and returns its exit status and what it says.
+    pub fn in_a_process_of_its_own(test: &str) -> (Option<i32>, String) {
+        let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+        let out = c.args(["--exact", test, "--ignored", "--nocapture", "--test-threads=1"]).output().unwrap();
+        (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
+    }
+
+    #[test]
+    #[ignore = "makes its process a tainted one; run by the next"]
+    fn tainted() {
+        taint();
+        let e = Error::new(Kind::Io, "the disk is full").at_the_end();
+        say_and_leave(&e);
+    }
+
+    fn say_and_leave(e: &Error) -> ! {
+        crate::say::say(e);
+        std::process::exit(e.kind.code().into())
+    }
+
+    #[test]
+    fn after_the_first_byte_every_error_is_tainted() {
+        let e = Error::new(Kind::Io, "the disk is full").at_the_end();
+        assert_eq!((e.kind, e.to_string()), (Kind::Io, "the disk is full".into()));
+        let (code, said) = in_a_process_of_its_own("exit::tests::tainted");
+        let want = "stopped after writing into the decoder's memory, which must not be adopted: the disk is full";
+        assert!(code == Some(79) && said.contains(want), "{code:?} {said}");
+    }
 
     #[test]
     fn one_line_whatever_the_cause_says() {
@@ -233,6 +357,7 @@ mod tests {
             Refused,
             Declined,
             Config,
+            Tainted,
             HangUp,
             Interrupted,
             Terminated,

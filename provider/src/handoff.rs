@@ -1,126 +1,177 @@
-//! The file route, from a checked [`Job`] to a state file with its name and a line on stdout.
+//! From a checked [`Job`] to a handoff that is made: what both routes have in common. Where the rows go, and what must be right
+//! about that, is [`file`]'s and [`share`]'s.
 //!
-//! Everything that can be refused is refused before the output is begun, and the output is begun before the work is: a
-//! full disk is found in the first milliseconds, not after the prefill.
+//! Everything that can be refused is refused before the work, and before anybody could see a byte of it.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use gguf::Gguf;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kvlayout::{KvMap, KvSink, KvSpec, Scatter, StateFile};
+use kvlayout::KvSink;
+use prefill::{Options, Timings};
 
-use crate::engine::{Engine, Prompt};
+use crate::engine::{Engine, Estimate, Prepared, Prompt};
 use crate::exit::{self, Error, Kind, Result};
-use crate::job::Job;
+use crate::job::{Compute, Decoder, Ends, Job, Route};
 use crate::receipt::{Receipt, ms, peak_rss, round};
 use crate::say::{bytes, is_terminal, say, say_if_room};
 use crate::signals::Watch;
-use crate::{ids, state_version};
+use crate::{file, ids, share};
 
-/// llama.cpp rounds a context up to a multiple of this.
-const CONTEXT_STEP: u32 = 256;
 /// How often a line of progress is printed where there is no terminal.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 
 /// Does it. `started` is when the process began.
 ///
 /// # Errors
-/// Of every kind; nothing has the output's name then that did not have it before.
-pub fn run(job: &Job, watch: &Watch, started: Instant) -> Result<()> {
+/// Of every kind. On the file route nothing has the output's name then that did not have it before; on the shared route
+/// the last word is [`Error::at_the_end`]'s.
+pub fn run(job: Job, watch: &Watch, started: Instant) -> Result<()> {
     job.notes.iter().for_each(say);
-    if let Some(after) = job.deadline {
-        watch.set_deadline(started + after);
+    let deadline = job.deadline.map(|after| started + after);
+    if let Some(at) = deadline {
+        watch.set_deadline(at);
     }
+    let Ends { tokens: ids_path, model, route } = job.ends;
 
     // Inputs.
-    let ids_file = open_ids(&job.tokens)?;
+    let ids_file = open_ids(&ids_path)?;
     let load = Instant::now();
-    let gguf = Gguf::open(&job.model).map_err(exit::gguf_error)?;
-    not_an_input(job, &gguf)?;
+    let gguf = Gguf::open(&model).map_err(exit::gguf_error)?;
+    if let Route::File(out) = &route {
+        file::is_no_input(out, gguf.paths().chain([ids_path.as_path()]))?;
+    }
     let engine = Engine::new(&gguf)?;
     let tokens = ids::read(ids_file, engine.n_vocab())
-        .map_err(|e| exit::ids_error(e).context(format!("the ids in {}", job.tokens.display())))?;
+        .map_err(|e| exit::ids_error(e).context(format!("the ids in {}", ids_path.display())))?;
     watch.check()?;
-
-    // Refusals, the cheapest first.
     if tokens.len() < job.min_tokens {
         let text = format!("declined: {} ids, fewer than the {} of --min-tokens", tokens.len(), job.min_tokens);
         return Err(Error::new(Kind::Declined, text));
     }
-    fits_context(job, &engine, tokens.len())?;
-    let spec = engine.kv_spec(&job.decoder)?;
-    let prepared = engine.prepare(&job.compute, &job.decoder, tokens.len())?;
-    let estimate = engine.estimate(Prompt::Ids(&tokens), &job.compute);
-    if let Some(most) = job.max_memory.filter(|&most| estimate.total() > most) {
-        let text = format!("{estimate}, more than the {} of --max-memory; a smaller --chunk needs less", bytes(most));
-        return Err(Error::new(Kind::Refused, text));
-    }
-    if let Some(free) = available_memory().filter(|&free| estimate.work > free) {
-        let text = format!("{estimate}, but only {} are available; a smaller --chunk needs less", bytes(free));
-        return Err(Error::new(Kind::Refused, text));
-    }
-    let version = state_version::choose(job.decoder.version, &job.decoder.version_by, &job.out, &job.decoder.config)?;
-    let map = KvMap::state_file(&spec, &tokens, version.version).map_err(exit::refusal)?;
-    if !version.told {
-        say(format_args!("state version {}: {}", version.version, version.why));
-    }
-    note_window(&spec, tokens.len());
-    room_for(&job.out, map.size())?;
 
-    // The output, still without its name.
-    watch.set_output(&job.out);
-    watch.check()?;
-    let file = StateFile::create(&job.out, map.size()).map_err(exit::create_error)?;
-    let mut sink = Box::new(Scatter::new(map, file).map_err(exit::sink_error)?);
-
-    // The work.
-    let load_ms = ms(load.elapsed());
-    let mut progress = Progress::new(watch, tokens.len());
-    let result = prepared.run(&tokens, sink.as_mut(), &mut progress);
-    drop(progress);
-    let timings = match result {
-        Ok(timings) => timings,
-        Err(e) => return Err(watch.stopped().map_or(e, |reason| reason.error())),
+    let ready = Ready {
+        watch,
+        started,
+        deadline,
+        load,
+        engine: &engine,
+        tokens: &tokens,
+        decoder: &job.decoder,
+        compute: &job.compute,
+        max_memory: job.max_memory,
     };
+    match route {
+        Route::File(out) => file::hand_over(&ready, &out),
+        Route::Shared(shared) => share::hand_over(&ready, shared),
+    }
+}
 
-    // The name. A stop that comes while it is being given is still a stop.
-    let commit = Instant::now();
-    watch.begin_commit()?;
-    let done = sink.commit().map_err(|e| exit::sink_error(e).context(format!("writing {}", job.out.display())))?;
-    if let Err(e) = watch.check() {
-        let _ = std::fs::remove_file(&job.out);
-        return Err(e);
+/// Everything that a route needs.
+pub struct Ready<'a> {
+    /// What may stop it.
+    pub watch: &'a Watch,
+    /// When the process began.
+    pub started: Instant,
+    /// When it must be done.
+    pub deadline: Option<Instant>,
+    /// When loading began.
+    pub load: Instant,
+    /// The model.
+    pub engine: &'a Engine<'a>,
+    /// The ids.
+    pub tokens: &'a [i32],
+    /// What was said of the decoder.
+    pub decoder: &'a Decoder,
+    compute: &'a Compute,
+    max_memory: Option<u64>,
+}
+
+impl<'a> Ready<'a> {
+    /// Settles how to compute rows for this decoder.
+    ///
+    /// # Errors
+    /// It needs more memory than there is, or an instruction set that is not there.
+    pub fn prepare(&self, decoder: &Decoder) -> Result<Work<'a>> {
+        let prepared = self.engine.prepare(self.compute, decoder, self.tokens.len())?;
+        let estimate = self.engine.estimate(Prompt::Ids(self.tokens), self.compute);
+        if let Some(most) = self.max_memory.filter(|&most| estimate.total() > most) {
+            let most = bytes(most);
+            let text = format!("{estimate}, more than the {most} of --max-memory; a smaller --chunk needs less");
+            return Err(Error::new(Kind::Refused, text));
+        }
+        if let Some(free) = available_memory().filter(|&free| estimate.work > free) {
+            let free = bytes(free);
+            let text = format!("{estimate}, but only {free} are available; a smaller --chunk needs less");
+            return Err(Error::new(Kind::Refused, text));
+        }
+        Ok(Work { prepared, estimate })
     }
-    state_version::mark(&job.out, &version);
-    Receipt {
-        prefill_ms: round(timings.prefill_ms),
-        n_tokens: tokens.len(),
-        tokens_per_second: round(tokens.len() as f64 / timings.prefill_ms * 1e3),
-        state_version: version.version.number(),
-        state_version_from: &version.why,
-        bytes: done.bytes,
-        write_ms: round(timings.write_ms + ms(commit.elapsed())),
-        load_ms,
-        total_ms: ms(started.elapsed()),
-        threads: prepared.options.threads,
-        chunk: prepared.options.chunk,
-        device: "cpu",
-        kernel: prepared.options.isa.name(),
-        architecture: engine.architecture(),
-        cache_type_k: job.decoder.type_k.to_string(),
-        cache_type_v: job.decoder.type_v.to_string(),
-        flash_attn: !job.decoder.v_trans,
-        peak_rss_bytes: peak_rss(),
-        memory_estimate_bytes: estimate.total(),
-        out: &job.out.to_string_lossy(),
-        npu_prefill: crate::cli::VERSION,
+
+    /// Computes the rows into a sink.
+    ///
+    /// # Errors
+    /// Why it was stopped, if it was; else what the computation or the sink says.
+    pub fn compute(&self, work: &Work<'a>, sink: &mut dyn KvSink) -> Result<Done> {
+        let load_ms = ms(self.load.elapsed());
+        let mut progress = Progress::new(self.watch, self.tokens.len());
+        let result = work.prepared.run(self.tokens, sink, &mut progress);
+        drop(progress);
+        let timings = result.map_err(|e| self.why(e))?;
+        Ok(Done { timings, load_ms })
     }
-    .print();
-    Ok(())
+
+    /// Whatever went wrong, a stop is the reason if there was one.
+    pub fn why(&self, error: Error) -> Error {
+        self.watch.look().map_or(error, |reason| reason.error())
+    }
+
+    /// What both routes say of a handoff that is made. Committing it took `commit`.
+    pub fn receipt(&self, work: &Work<'a>, done: &Done, sink: &kvlayout::Receipt, commit: Duration) -> Receipt<'a> {
+        let Options { threads, chunk, isa, type_k, type_v } = work.prepared.options;
+        let n = self.tokens.len();
+        Receipt {
+            prefill_ms: round(done.timings.prefill_ms),
+            route: "",
+            n_tokens: n,
+            tokens_per_second: round(n as f64 / done.timings.prefill_ms * 1e3),
+            state_version: None,
+            state_version_from: None,
+            share_id: None,
+            regions: None,
+            bytes: sink.bytes,
+            write_ms: round(done.timings.write_ms + ms(commit)),
+            load_ms: done.load_ms,
+            total_ms: ms(self.started.elapsed()),
+            threads,
+            chunk,
+            device: "cpu",
+            kernel: isa.name(),
+            architecture: self.engine.architecture(),
+            cache_type_k: type_k.to_string(),
+            cache_type_v: type_v.to_string(),
+            flash_attn: !self.decoder.v_trans,
+            peak_rss_bytes: peak_rss(),
+            memory_estimate_bytes: work.estimate.total(),
+            out: None,
+            npu_prefill: crate::cli::VERSION,
+        }
+    }
+}
+
+/// How rows will be computed.
+pub struct Work<'a> {
+    prepared: Prepared<'a, 'a>,
+    estimate: Estimate,
+}
+
+/// How they were.
+pub struct Done {
+    timings: Timings,
+    load_ms: f64,
 }
 
 fn open_ids(path: &Path) -> Result<File> {
@@ -133,66 +184,11 @@ fn open_ids(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// The output must not take the place of something that is being read.
-fn not_an_input(job: &Job, gguf: &Gguf) -> Result<()> {
-    let Ok(out) = std::fs::metadata(&job.out) else { return Ok(()) };
-    for input in gguf.paths().chain([job.tokens.as_path()]) {
-        if std::fs::metadata(input).is_ok_and(|meta| (meta.dev(), meta.ino()) == (out.dev(), out.ino())) {
-            let text = format!("--out {} is the same file as the input {}", job.out.display(), input.display());
-            return Err(Error::new(Kind::Usage, text));
-        }
-    }
-    Ok(())
-}
-
-fn fits_context(job: &Job, engine: &Engine<'_>, n_tokens: usize) -> Result<()> {
-    // The decoder needs one more cell for the token it evaluates itself.
-    let need = n_tokens as u64 + 1;
-    if let Some(n_ctx) = job.decoder.n_ctx {
-        let room = u64::from(n_ctx).next_multiple_of(CONTEXT_STEP.into());
-        if need > room {
-            let text = format!(
-                "{n_tokens} ids and the prompt's last one do not fit the decoder's context of {n_ctx} (--ctx-size)"
-            );
-            return Err(Error::new(Kind::Refused, text));
-        }
-    } else if need > u64::from(engine.trained_context()) {
-        let trained = engine.trained_context();
-        say(format_args!("the prompt of {need} tokens is longer than the {trained} the model was trained for"));
-    }
-    Ok(())
-}
-
 /// What the system could give without swapping or killing anyone; `None` where it does not say.
 fn available_memory() -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
-/// Sliding-window models: some handoffs cannot gain anything.
-fn note_window(spec: &KvSpec, n_tokens: usize) {
-    let window = spec.sections.iter().filter_map(|s| s.window).min();
-    if let Some(window) = window.filter(|&w| !spec.swa_full && n_tokens as u64 <= u64::from(w)) {
-        say(format_args!(
-            "no gain expected: {n_tokens} ids do not reach past the model's sliding window of {window}, and a decoder \
-             without --swa-full then computes the prompt again"
-        ));
-    }
-}
-
-fn room_for(out: &Path, size: u64) -> Result<()> {
-    let dir = state_version::directory_of(out);
-    // Whatever is wrong with the directory is said better where the file is made.
-    let Ok(fs) = rustix::fs::statvfs(dir) else { return Ok(()) };
-    let free = fs.f_bfree.saturating_mul(fs.f_frsize);
-    // Some file systems have no blocks to count.
-    if fs.f_blocks > 0 && free < size {
-        let text =
-            format!("not enough room in {}: the state needs {}, {} are free", dir.display(), bytes(size), bytes(free));
-        return Err(Error::new(Kind::Io, text));
-    }
-    Ok(())
 }
 
 /// A bar for people, a line a second for programs: they may take silence for a hang.

@@ -1,28 +1,97 @@
 //! What will be done: the command line, the environment, the configuration and the defaults brought together and checked.
-//! Nothing is opened here but the configuration, and nothing is written.
+//! Nothing is opened here but the configuration, and nothing is written. Inherited descriptors are taken over, and that
+//! first of all: by their number alone they could not be told from what is opened later.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvlayout::CacheType;
+use kvlayout::{CacheType, Inherited};
 
 use crate::cli::{ComputeArgs, DecoderArgs, Device, FlashAttn, Handoff, VersionChoice, chunk, seconds, size};
 use crate::config::{self, Config};
 use crate::env::{self, Variable};
-use crate::exit::{Error, Kind, Result};
+use crate::exit::{Error, Kind, Result, inherit_error};
 
 /// Most threads per CPU: more than one is of no use but harmless, thousands are a slip of the hand.
 const THREADS_PER_CPU: usize = 4;
 
-/// A handoff by the file route.
+/// What is handed over, and where to.
 #[derive(Debug)]
-pub struct Job {
+pub struct Ends {
     /// The ids file.
     pub tokens: PathBuf,
-    /// The state file.
-    pub out: PathBuf,
     /// The model.
     pub model: PathBuf,
+    /// Where to.
+    pub route: Route,
+}
+
+/// The two ways of handing over.
+#[derive(Debug)]
+pub enum Route {
+    /// A state file of this name.
+    File(PathBuf),
+    /// The decoder's memory.
+    Shared(Shared),
+}
+
+/// The decoder's memory, as it was given to us.
+#[derive(Debug)]
+pub struct Shared {
+    /// The file with its description.
+    pub header: PathBuf,
+    /// Its descriptors.
+    pub fds: Vec<Inherited>,
+}
+
+impl Ends {
+    /// Takes the paths out of the arguments and the descriptors over. To be called before anything is opened.
+    ///
+    /// # Errors
+    /// They are not those of a handoff by one of the two routes, or a descriptor is not what a region can be in.
+    pub fn take(args: &mut Handoff) -> Result<Ends> {
+        let shared = args.layout.is_some() || args.fds.is_some();
+        if args.out.is_some() && shared {
+            let text = "--out is the file route, --layout and --fds are the shared route: one of them";
+            return Err(usage(text.to_owned()));
+        }
+        let missing: Vec<&str> = [
+            ("--tokens", args.tokens.is_none()),
+            ("--out", args.out.is_none() && !shared),
+            ("--model", args.model.is_none()),
+            ("--layout", args.layout.is_none() && shared),
+            ("--fds", args.fds.is_none() && shared),
+        ]
+        .iter()
+        .filter_map(|&(name, missing)| missing.then_some(name))
+        .collect();
+        let (Some(tokens), Some(model), true) = (args.tokens.take(), args.model.take(), missing.is_empty()) else {
+            return Err(usage(format!("missing: {}. See npu-prefill --help", missing.join(", "))));
+        };
+        let route = match (args.out.take(), args.layout.take(), args.fds.take()) {
+            (Some(out), ..) => {
+                if out.file_name().is_none() || out.as_os_str().as_encoded_bytes().ends_with(b"/") {
+                    return Err(usage(format!("--out {}: not the name of a file", out.display())));
+                }
+                Route::File(out)
+            }
+            (None, header, fds) => {
+                let list = fds.unwrap_or_default();
+                let about = |e: Error| e.context(format!("--fds {}", list.to_string_lossy()));
+                let numbers = kvlayout::parse_fds(&list.to_string_lossy());
+                let fds = numbers.and_then(|numbers| Inherited::take(&numbers)).map_err(|e| about(inherit_error(e)))?;
+                Route::Shared(Shared { header: header.unwrap_or_default(), fds })
+            }
+        };
+        Ok(Ends { tokens, model, route })
+    }
+}
+
+/// A handoff.
+#[derive(Debug)]
+pub struct Job {
+    /// From where to where.
+    pub ends: Ends,
     /// What must match the decoder.
     pub decoder: Decoder,
     /// How to compute.
@@ -38,7 +107,7 @@ pub struct Job {
 }
 
 /// What must match the decoder.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Decoder {
     /// Version of the state file.
     pub version: VersionChoice,
@@ -56,6 +125,8 @@ pub struct Decoder {
     pub swa_full: bool,
     /// Streams of the cache.
     pub n_stream: u32,
+    /// Whether somebody said so of the types of keys and values; otherwise a header may know better.
+    pub types_told: [bool; 2],
     /// The configuration, which knows more.
     pub config: Config,
 }
@@ -72,30 +143,17 @@ pub struct Compute {
 }
 
 impl Job {
-    /// Brings everything together.
+    /// Brings everything else together.
     ///
     /// # Errors
     /// What was typed, set or configured does not make a job.
-    pub fn new(args: Handoff) -> Result<Job> {
-        // Before anything is touched: on this route a provider that fails half-way costs the decoder its memory.
-        if args.layout.is_some() || args.fds.is_some() {
-            let text = "the shared route (--layout, --fds) is not in this version; use the file route (--out)";
-            return Err(Error::new(Kind::Unavailable, text));
-        }
-        let missing: Vec<&str> =
-            [("--tokens", args.tokens.is_none()), ("--out", args.out.is_none()), ("--model", args.model.is_none())]
-                .iter()
-                .filter_map(|&(name, missing)| missing.then_some(name))
-                .collect();
-        let (Some(tokens), Some(out), Some(model)) = (args.tokens, args.out, args.model) else {
-            return Err(usage(format!("missing: {}. See npu-prefill --help", missing.join(", "))));
-        };
-        if out.file_name().is_none() || out.as_os_str().as_encoded_bytes().ends_with(b"/") {
-            return Err(usage(format!("--out {}: not the name of a file", out.display())));
-        }
+    pub fn new(ends: Ends, args: Handoff) -> Result<Job> {
         let mut notes = Vec::new();
-        if let Some(why) = server_refuses(&out) {
-            notes.push(format!("--out {}: llama-server does not restore files of this name: {why}", out.display()));
+        match &ends.route {
+            Route::File(out) => notes.extend(server_refuses(out).map(|why| {
+                format!("--out {}: llama-server does not restore files of this name: {why}", out.display())
+            })),
+            Route::Shared(shared) => notes.extend(shared.fds.iter().filter_map(|fd| fd.warning().map(str::to_owned))),
         }
         let compute = Compute::new(&args.compute, &mut notes)?;
         let decoder = Decoder::new(&args.decoder)?;
@@ -114,9 +172,7 @@ impl Job {
         }
         let whole = |s: &str| s.parse::<usize>().map_err(|_| "it is a number of tokens".to_owned());
         Ok(Job {
-            tokens,
-            out,
-            model,
+            ends,
             decoder,
             compute,
             min_tokens: args.limits.min_tokens.or(env::MIN_TOKENS.parse(whole)?).unwrap_or(0),
@@ -141,17 +197,19 @@ impl Decoder {
         let word = |s: &str| s.parse::<CacheType>().map_err(|e| e.to_string());
         let cache_type = |flag, var: &Variable, key, configured: Option<CacheType>| {
             let configured = configured.map(|t| (t, by_config(key)));
-            let (ty, by) = pick(flag, var.parse(word)?, configured, var).unwrap_or((CacheType::F16, String::new()));
+            let Some((ty, by)) = pick(flag, var.parse(word)?, configured, var) else {
+                return Ok((CacheType::F16, false));
+            };
             if ty.is_supported() {
-                return Ok(ty);
+                return Ok((ty, true));
             }
             let have: Vec<String> = CacheType::ALL.iter().filter(|t| t.is_supported()).map(|t| t.to_string()).collect();
             let text =
                 format!("{by}: a cache of type {ty} cannot be written in this version, only {}", have.join(", "));
             Err(Error::new(Kind::Unavailable, text))
         };
-        let type_k = cache_type(args.cache_type_k, &env::CACHE_TYPE_K, "cache_type_k", config.cache_type_k)?;
-        let type_v = cache_type(args.cache_type_v, &env::CACHE_TYPE_V, "cache_type_v", config.cache_type_v)?;
+        let (type_k, k_told) = cache_type(args.cache_type_k, &env::CACHE_TYPE_K, "cache_type_k", config.cache_type_k)?;
+        let (type_v, v_told) = cache_type(args.cache_type_v, &env::CACHE_TYPE_V, "cache_type_v", config.cache_type_v)?;
 
         let flash = args.flash_attn.or(env::FLASH_ATTN.parse(str::parse)?).or(config.flash_attn);
         let swa_env = env::SWA_FULL.parse(|s| match s.parse() {
@@ -176,6 +234,7 @@ impl Decoder {
             v_trans: flash == Some(FlashAttn::Off),
             swa_full: args.swa_full || swa_env.or(config.swa_full).unwrap_or(false),
             n_stream: args.n_stream.or(streams).or(config.n_stream).unwrap_or(1),
+            types_told: [k_told, v_told],
             config,
         })
     }
@@ -277,17 +336,61 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_shared_route_is_refused_before_anything_else() {
-        let args = Handoff { fds: Some("99,x".into()), out: Some("/nowhere/".into()), ..Handoff::default() };
-        let e = Job::new(args).unwrap_err();
-        assert_eq!(e.kind, Kind::Unavailable);
-        assert!(e.to_string().contains("not in this version"));
+    fn says(args: Handoff) -> (Kind, String) {
+        let mut args = args;
+        let e = Ends::take(&mut args).unwrap_err();
+        (e.kind, e.to_string())
     }
 
     #[test]
     fn what_is_missing_is_named() {
-        let e = Job::new(Handoff { out: Some("x".into()), ..Handoff::default() }).unwrap_err();
-        assert_eq!((e.kind, e.to_string()), (Kind::Usage, "missing: --tokens, --model. See npu-prefill --help".into()));
+        let see = ". See npu-prefill --help";
+        let out = Handoff { out: Some("x".into()), ..Handoff::default() };
+        assert_eq!(says(out), (Kind::Usage, format!("missing: --tokens, --model{see}")));
+        assert_eq!(says(Handoff::default()), (Kind::Usage, format!("missing: --tokens, --out, --model{see}")));
+        let layout = Handoff { layout: Some("x".into()), tokens: Some("t".into()), ..Handoff::default() };
+        assert_eq!(says(layout), (Kind::Usage, format!("missing: --model, --fds{see}")));
+        let fds = Handoff { fds: Some("99".into()), model: Some("m".into()), ..Handoff::default() };
+        assert_eq!(says(fds), (Kind::Usage, format!("missing: --tokens, --layout{see}")));
+    }
+
+    #[test]
+    fn one_route_at_a_time() {
+        let both = |layout: Option<&str>, fds: Option<&str>| Handoff {
+            out: Some("x".into()),
+            tokens: Some("t".into()),
+            model: Some("m".into()),
+            layout: layout.map(PathBuf::from),
+            fds: fds.map(Into::into),
+            ..Handoff::default()
+        };
+        for args in [both(Some("h"), Some("3")), both(Some("h"), None), both(None, Some("3"))] {
+            let (kind, text) = says(args);
+            assert!(kind == Kind::Usage && text.contains("--out"), "{text}");
+        }
+    }
+
+    #[test]
+    fn descriptors_that_cannot_be_taken() {
+        let fds = |list: &str| Handoff {
+            tokens: Some("t".into()),
+            model: Some("m".into()),
+            layout: Some("h".into()),
+            fds: Some(list.into()),
+            ..Handoff::default()
+        };
+        for (list, kind) in [
+            ("", Kind::Usage),
+            ("3,", Kind::Usage),
+            ("-1", Kind::Usage),
+            ("0x3", Kind::Usage),
+            ("99999999999", Kind::Usage),
+            ("1", Kind::Refused),
+            ("999,999", Kind::Refused),
+            ("999999", Kind::NoInput),
+        ] {
+            let (found, text) = says(fds(list));
+            assert!(found == kind && text.starts_with(&format!("--fds {list}: ")), "{list}: {found:?} {text}");
+        }
     }
 }

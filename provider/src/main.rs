@@ -1,5 +1,5 @@
-//! `npu-prefill`: the program. Arguments become a job, the job a state file, and whatever goes wrong one line on stderr and
-//! an exit status. Computing is the `prefill` crate's, bytes are `kvlayout`'s.
+//! `npu-prefill`: the program. Arguments become a job, the job a state file or rows in a decoder's memory, and whatever goes
+//! wrong one line on stderr and an exit status. Computing is the `prefill` crate's, bytes are `kvlayout`'s.
 
 mod cli;
 mod compare;
@@ -8,12 +8,14 @@ mod describe;
 mod engine;
 mod env;
 mod exit;
+mod file;
 mod handoff;
 mod ids;
 mod inspect;
 mod job;
 mod receipt;
 mod say;
+mod share;
 mod signals;
 mod state_version;
 
@@ -46,6 +48,7 @@ fn main() -> ExitCode {
     match result {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(e)) => {
+            let e = e.at_the_end();
             say(&e);
             e.kind.code().into()
         }
@@ -62,19 +65,22 @@ fn usage(rendered: &str) -> Error {
     Error::new(Kind::Usage, words.join(" ") + ". See npu-prefill --help")
 }
 
-fn dispatch(cli: Cli, started: Instant) -> Result<()> {
+fn dispatch(mut cli: Cli, started: Instant) -> Result<()> {
     let level = env::LOG.parse(|s| s.parse().map_err(|_| "it is off, error, warn, info, debug or trace".to_owned()))?;
     say::start_log(level.unwrap_or(log::LevelFilter::Warn));
     match cli.command {
         None => {
+            // Descriptors first: nothing has been opened so far that their numbers could be taken for.
+            let ends = job::Ends::take(&mut cli.handoff)?;
             let watch = signals::Watch::start()
                 .map_err(|e| Error::new(Kind::Internal, e).context("setting up the handling of signals"))?;
-            let job = job::Job::new(cli.handoff)?;
-            handoff::run(&job, &watch, started)
+            let job = job::Job::new(ends, cli.handoff)?;
+            handoff::run(job, &watch, started)
         }
         Some(Command::Inspect { file, json }) => inspect::run(&file, json),
         Some(Command::Compare { a, b, json }) => compare::run(&a, &b, json),
         Some(Command::Plan(args)) => describe::plan(&args),
+        Some(Command::Layout(args)) => describe::layout(&args),
         Some(Command::Models) => {
             describe::models();
             Ok(())
@@ -92,4 +98,31 @@ fn on_panic(info: &PanicHookInfo<'_>) {
     let what = what.unwrap_or("panic").replace('\n', " ");
     let place = info.location().map(|l| format!(" at {l}")).unwrap_or_default();
     say(format_args!("internal error: {what}{place} (npu-prefill {}); please report this", cli::VERSION));
+    if exit::is_tainted() {
+        // At once, from whichever thread this is: there is nothing to be dropped, and nothing more may be written.
+        std::process::exit(Kind::Tainted.code().into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    use exit::tests::{in_a_process_of_its_own, taint};
+
+    #[test]
+    #[ignore = "ends its process; run by the next"]
+    fn panics_after_writing() {
+        std::panic::set_hook(Box::new(on_panic));
+        taint();
+        // From a thread whose end nobody waits for.
+        let _ = std::thread::spawn(|| panic!("on purpose")).join();
+        unreachable!("the hook has ended the process");
+    }
+
+    #[test]
+    fn a_panic_after_the_first_byte_ends_the_process_as_tainted() {
+        let (code, said) = in_a_process_of_its_own("tests::panics_after_writing");
+        assert!(code == Some(79) && said.contains("internal error: on purpose at "), "{code:?} {said}");
+    }
 }

@@ -10,17 +10,27 @@ use serde::Serialize;
 pub struct Receipt<'a> {
     /// Computing the keys and values, from the first layer to the last, their conversion and writing included.
     pub prefill_ms: f64,
+    /// The route: `file` or `shared`.
+    pub route: &'static str,
     /// Ids handed over.
     pub n_tokens: usize,
     /// Their rate.
     pub tokens_per_second: f64,
     /// Version of the state file.
-    pub state_version: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state_version: Option<u32>,
     /// How the version was come by.
-    pub state_version_from: &'a str,
-    /// Size of the state file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub state_version_from: Option<String>,
+    /// The decoder's number for its shared memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub share_id: Option<u64>,
+    /// Regions of the shared memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub regions: Option<usize>,
+    /// Size of the state file, or of the rows in shared memory.
     pub bytes: u64,
-    /// Converting and writing rows, and publishing the file.
+    /// Converting and writing rows, and publishing the file or telling devices of the rows.
     pub write_ms: f64,
     /// Opening the model and preparing its weights.
     pub load_ms: f64,
@@ -42,18 +52,19 @@ pub struct Receipt<'a> {
     pub cache_type_v: String,
     /// Whether the decoder is expected to use flash attention.
     pub flash_attn: bool,
-    /// Most memory the process had resident, pages of the mapped model included.
+    /// Most memory the process had resident, pages of the mapped model and of the decoder's memory included.
     pub peak_rss_bytes: Option<u64>,
     /// What had been estimated.
     pub memory_estimate_bytes: u64,
     /// The state file.
-    pub out: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub out: Option<String>,
     /// Version of this program.
     pub npu_prefill: &'static str,
 }
 
 impl Receipt<'_> {
-    /// Prints it. Whether anyone reads it changes nothing: the file is there.
+    /// Prints it. Whether anyone reads it changes nothing: the handoff is made.
     pub fn print(&self) {
         let line = serde_json::to_string(self).unwrap_or_else(|_| format!("{{\"prefill_ms\":{}}}", self.prefill_ms));
         crate::say::report(&line);

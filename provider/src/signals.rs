@@ -3,18 +3,21 @@
 //! All of them set one flag that the computation polls. A thread stands by for the cases in which nobody polls - a read
 //! from a pipe that nobody writes to, a file system that hangs - and ends the process after a grace period, unless the
 //! output is just being given its name.
+//!
+//! Whoever writes into the decoder's memory asks before every burst of bytes ([`Watch::may_write`]), and does not depend on that
+//! thread having woken up: of a process that was stopped and goes on, every thread may be the first.
 
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 
-use crate::exit::{Error, Kind};
+use crate::exit::{Error, Kind, is_tainted};
 use crate::state_version::directory_of;
 
 /// How long a stopped run may take to notice.
@@ -47,15 +50,16 @@ impl Reason {
 
     /// As an error, with the exit status that goes with it.
     pub fn error(self) -> Error {
-        match self {
-            Reason::Terminated => Error::new(Kind::Terminated, "cancelled by SIGTERM; no output was left behind"),
-            Reason::Interrupted => Error::new(Kind::Interrupted, "cancelled by SIGINT; no output was left behind"),
-            Reason::HangUp => Error::new(Kind::HangUp, "cancelled by SIGHUP; no output was left behind"),
-            Reason::ParentGone => Error::new(Kind::Terminated, "cancelled: the process that started this one is gone"),
-            Reason::Deadline => {
-                Error::new(Kind::Busy, "not done when --deadline was reached; no output was left behind")
-            }
-        }
+        let (kind, text) = match self {
+            Reason::Terminated => (Kind::Terminated, "cancelled by SIGTERM"),
+            Reason::Interrupted => (Kind::Interrupted, "cancelled by SIGINT"),
+            Reason::HangUp => (Kind::HangUp, "cancelled by SIGHUP"),
+            Reason::ParentGone => (Kind::Terminated, "cancelled: the process that started this one is gone"),
+            Reason::Deadline => (Kind::Busy, "not done when --deadline was reached"),
+        };
+        // Of what was written into the decoder's memory, the end of the process tells.
+        let left = if is_tainted() { "" } else { "; no output was left behind" };
+        Error::new(kind, format!("{text}{left}"))
     }
 }
 
@@ -63,6 +67,10 @@ impl Reason {
 struct Shared {
     /// 0, or the number of a reason. Signal handlers write it.
     stop: Arc<AtomicUsize>,
+    /// The parent may be gone: look. A signal handler sets it.
+    orphaned: Arc<AtomicBool>,
+    /// Who it was at the start.
+    parent: Option<Pid>,
     state: Mutex<State>,
 }
 
@@ -85,8 +93,7 @@ impl Watch {
     /// Starts watching. Called once, before anything that could be worth stopping.
     pub fn start() -> io::Result<Watch> {
         use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
-        let parent = getppid();
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared { parent: getppid(), ..Shared::default() });
         let (ours, handlers) = UnixStream::pair()?;
         for (signal, reason) in [(SIGTERM, Reason::Terminated), (SIGINT, Reason::Interrupted), (SIGHUP, Reason::HangUp)]
         {
@@ -99,14 +106,15 @@ impl Watch {
             signal_hook::low_level::pipe::register(signal, handlers.try_clone()?)?;
         }
         // The kernel announces the death of the *thread* that started us, too, while the parent itself lives on. So the
-        // announcement is a signal that means nothing else, and it only makes the thread look at who the parent is.
+        // announcement is a signal that means nothing else, and it only makes us look at who the parent is.
+        signal_hook::flag::register(SIGUSR1, shared.orphaned.clone())?;
         signal_hook::low_level::pipe::register(SIGUSR1, handlers.try_clone()?)?;
         // Over the limit on file sizes a write is to fail, not to kill us.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
         // Where prctl is forbidden, looking at the parent now and then has to do.
         let _ = set_parent_process_death_signal(Some(Signal::USR1));
         let watch = Watch { shared: shared.clone(), wake: Arc::new(handlers) };
-        std::thread::Builder::new().name("watch".to_owned()).spawn(move || stand_by(&shared, &ours, parent))?;
+        std::thread::Builder::new().name("watch".to_owned()).spawn(move || stand_by(&shared, &ours))?;
         Ok(watch)
     }
 
@@ -125,6 +133,34 @@ impl Watch {
     pub fn stopped(&self) -> Option<Reason> {
         let n = self.shared.stop.load(Ordering::Relaxed);
         n.checked_sub(1).and_then(|i| Reason::ALL.get(i).copied())
+    }
+
+    /// Whether bytes may still go into the decoder's memory. Cheap: asked before every burst of them. The deadline is left to
+    /// whoever asks, since it takes a look at the clock.
+    pub fn may_write(&self) -> bool {
+        if self.shared.orphaned.swap(false, Ordering::SeqCst) && getppid() != self.shared.parent {
+            request(&self.shared.stop, Reason::ParentGone);
+        }
+        self.stopped().is_none()
+    }
+
+    /// Why the run should stop, with a look at everything there is instead of trust in the thread that stands by.
+    pub fn look(&self) -> Option<Reason> {
+        look(&self.shared, Instant::now());
+        self.stopped()
+    }
+
+    /// Makes deaths that nothing can be done about have the exit status of a tainted memory once `writing` is set: memory that
+    /// is taken away under a mapping, and an abort.
+    pub fn cover(&self, writing: &Arc<AtomicBool>) -> io::Result<()> {
+        use signal_hook::consts::{SIGABRT, SIGBUS};
+        for signal in [SIGBUS, SIGABRT] {
+            let status = Kind::Tainted.code().into();
+            signal_hook::flag::register_conditional_shutdown(signal, status, writing.clone())?;
+        }
+        // Otherwise it is what it always was. Of an abort the system itself sees to that.
+        signal_hook::flag::register_conditional_default(SIGBUS, Arc::new(AtomicBool::new(true)))?;
+        Ok(())
     }
 
     /// As [`Watch::stopped`], as a result.
@@ -152,22 +188,28 @@ fn ignored_at_start(signal: i32) -> bool {
     u64::from_str_radix(mask.trim(), 16).unwrap_or(0) >> (signal - 1) & 1 == 1
 }
 
-fn stand_by(shared: &Shared, wake: &UnixStream, parent: Option<Pid>) {
+/// Looks at the parent and the clock. The deadline, if it is still to come.
+fn look(shared: &Shared, now: Instant) -> Option<Instant> {
+    let deadline = lock(&shared.state).deadline;
+    let late = deadline.is_some_and(|at| now >= at);
+    if getppid() != shared.parent {
+        request(&shared.stop, Reason::ParentGone);
+    } else if late {
+        request(&shared.stop, Reason::Deadline);
+    }
+    deadline.filter(|_| !late)
+}
+
+fn stand_by(shared: &Shared, wake: &UnixStream) {
     let mut force_at = None;
     loop {
         let now = Instant::now();
-        let deadline = lock(&shared.state).deadline;
-        let late = deadline.is_some_and(|at| now >= at);
-        if getppid() != parent {
-            request(&shared.stop, Reason::ParentGone);
-        } else if late {
-            request(&shared.stop, Reason::Deadline);
-        }
+        let deadline = look(shared, now);
         if shared.stop.load(Ordering::SeqCst) != 0 && now >= *force_at.get_or_insert(now + GRACE) {
             end_by_force(shared);
             force_at = Some(now + GRACE);
         }
-        let next = [Some(now + TICK), force_at, deadline.filter(|_| !late)].into_iter().flatten().min().unwrap_or(now);
+        let next = [Some(now + TICK), force_at, deadline].into_iter().flatten().min().unwrap_or(now);
         let wait = next.saturating_duration_since(now) + Duration::from_millis(1);
         let timeout = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() };
         let mut fds = [PollFd::new(wake, PollFlags::IN)];
@@ -190,7 +232,7 @@ fn end_by_force(shared: &Shared) {
         return;
     }
     let n = shared.stop.load(Ordering::SeqCst);
-    let error = Reason::ALL.get(n.wrapping_sub(1)).copied().unwrap_or(Reason::Terminated).error();
+    let error = Reason::ALL.get(n.wrapping_sub(1)).copied().unwrap_or(Reason::Terminated).error().at_the_end();
     if let Some(out) = &state.out {
         remove_temporaries(out);
     }
@@ -256,5 +298,62 @@ mod tests {
         remove_temporaries(&dir.path().join("x.bin"));
         assert!(ours.iter().all(|name| !dir.path().join(name).exists()));
         assert!(others.iter().all(|name| dir.path().join(name).exists()));
+    }
+
+    use crate::exit::tests::{in_a_process_of_its_own, taint};
+
+    #[test]
+    #[ignore = "ends its process; run by another"]
+    fn forced_after_writing() {
+        let watch = Watch::start().unwrap();
+        taint();
+        request(&watch.shared.stop, Reason::Terminated);
+        end_by_force(&watch.shared);
+    }
+
+    #[test]
+    #[ignore = "ends its process; run by another"]
+    fn aborted_after_writing() {
+        let writing = Arc::new(AtomicBool::new(false));
+        Watch::start().unwrap().cover(&writing).unwrap();
+        writing.store(true, Ordering::SeqCst);
+        std::process::abort();
+    }
+
+    #[test]
+    #[ignore = "ends its process; run by another"]
+    fn aborted_before_writing() {
+        Watch::start().unwrap().cover(&Arc::default()).unwrap();
+        std::process::abort();
+    }
+
+    #[test]
+    fn ends_by_force_and_deaths_are_tainted_after_the_first_byte() {
+        let (code, said) = in_a_process_of_its_own("signals::tests::forced_after_writing");
+        let want = "stopped after writing into the decoder's memory, which must not be adopted: cancelled by SIGTERM\n";
+        assert!(code == Some(79) && said.ends_with(want), "{code:?} {said}");
+        assert_eq!(in_a_process_of_its_own("signals::tests::aborted_after_writing").0, Some(79));
+        assert_eq!(in_a_process_of_its_own("signals::tests::aborted_before_writing").0, None);
+    }
+
+    #[test]
+    fn writing_ends_with_any_reason() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let shared = Arc::new(Shared { parent: getppid(), ..Shared::default() });
+        let watch = Watch { shared, wake: Arc::new(a) };
+        assert!(watch.may_write() && watch.look().is_none());
+        // A mere hint that the parent may be gone is looked into.
+        watch.shared.orphaned.store(true, Ordering::SeqCst);
+        assert!(watch.may_write() && !watch.shared.orphaned.load(Ordering::SeqCst));
+        watch.set_deadline(Instant::now());
+        assert_eq!(watch.look(), Some(Reason::Deadline));
+        assert!(!watch.may_write());
+
+        let (a, _b) = UnixStream::pair().unwrap();
+        let orphan = Watch { shared: Arc::default(), wake: Arc::new(a) };
+        assert!(orphan.may_write());
+        orphan.shared.orphaned.store(true, Ordering::SeqCst);
+        assert!(!orphan.may_write());
+        assert_eq!(orphan.stopped(), Some(Reason::ParentGone));
     }
 }
