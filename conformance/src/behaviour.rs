@@ -1,0 +1,157 @@
+//! What a server says: next-token distributions and greedy text, against the control.
+//!
+//! The control is the same server in the same situation: it prefilled all ids but the last itself and then got the whole
+//! prompt, so that it evaluates one token, as it does after a handoff. A cold server differs from the control, because there
+//! the last token runs in other kernels; that difference, and the one between batch sizes, is what a handoff is measured by.
+
+use serde::Serialize;
+
+use crate::client::Completion;
+
+/// How one reply's text and first token stand to the control's.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Reply {
+    /// Divergence of the first token's distribution from the control's, in nats (a lower bound, from the most probable tokens).
+    pub kl: f64,
+    /// Largest difference of a log probability among the control's five most probable first tokens.
+    pub dlogp: f64,
+    /// The most probable first token is the same.
+    pub top1: bool,
+    /// How much more probable the control holds its own first token than this reply's, in log probability; 0 when they agree.
+    pub gap1: f64,
+    /// Tokens of the text before it departs.
+    pub agreed: usize,
+    /// Tokens compared.
+    pub of: usize,
+    /// Where it departs: the same measure as `gap1`.
+    pub gap: f64,
+}
+
+/// Compares a reply with the control's.
+pub fn compare(control: &Completion, other: &Completion) -> Reply {
+    let agreed = control.steps.iter().zip(&other.steps).take_while(|(a, b)| a.id == b.id).count();
+    // A reply that was cut at its departure has one step more than agreed. One that was not, and agrees as far as it goes, may
+    // lack its last tokens: a server keeps them back when they end in the middle of a character.
+    let held_back = !other.cut && agreed == other.steps.len() && control.steps.len() - agreed <= 4;
+    let of = if held_back { agreed } else { control.steps.len() };
+    let gap_at = |i: usize| match (control.steps.get(i), other.steps.get(i)) {
+        (Some(a), Some(b)) if a.id != b.id => {
+            let theirs = a.top.iter().find(|t| t.0 == b.id).map(|t| t.1);
+            theirs.map_or(f64::INFINITY, |t| (logprob_of(&a.top, a.id).unwrap_or(a.logprob) - t).abs())
+        }
+        _ => 0.0,
+    };
+    let (kl, dlogp) = match (control.steps.first(), other.steps.first()) {
+        (Some(a), Some(b)) => (divergence(&a.top, &b.top), largest_difference(&a.top, &b.top)),
+        _ => (f64::NAN, f64::NAN),
+    };
+    let top1 = control.steps.first().map(|s| s.id) == other.steps.first().map(|s| s.id);
+    Reply { kl, dlogp, top1, gap1: gap_at(0), agreed, of, gap: gap_at(agreed) }
+}
+
+fn logprob_of(top: &[(i32, f64)], id: i32) -> Option<f64> {
+    top.iter().find(|t| t.0 == id).map(|t| t.1)
+}
+
+/// KL(p‖q) from lists of the most probable tokens. What is outside p's list is one event; what is outside q's list is taken as
+/// probable as the last in it, which makes the result a lower bound.
+pub fn divergence(p: &[(i32, f64)], q: &[(i32, f64)]) -> f64 {
+    if p.is_empty() || q.is_empty() {
+        return f64::NAN;
+    }
+    let least = q.iter().map(|t| t.1).fold(f64::INFINITY, f64::min);
+    let (mut sum, mut p_all, mut q_all) = (0.0, 0.0, 0.0);
+    for &(id, lp) in p {
+        let lq = logprob_of(q, id).unwrap_or(least);
+        // A probability of zero contributes nothing, and its logarithm is no number.
+        if lp.is_finite() && lp > -80.0 {
+            sum += lp.exp() * (lp - lq);
+        }
+        p_all += lp.exp();
+        q_all += lq.exp();
+    }
+    let (p_rest, q_rest) = (1.0 - p_all, 1.0 - q_all);
+    if p_rest > 1e-9 && q_rest > 1e-9 {
+        sum += p_rest * (p_rest / q_rest).ln();
+    }
+    sum.max(0.0)
+}
+
+fn largest_difference(p: &[(i32, f64)], q: &[(i32, f64)]) -> f64 {
+    p.iter().take(5).filter_map(|&(id, lp)| logprob_of(q, id).map(|lq| (lp - lq).abs())).fold(0.0, f64::max)
+}
+
+/// The replies of several prompts, in numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct Spread {
+    /// Replies.
+    pub n: usize,
+    /// Mean divergence.
+    pub kl_mean: f64,
+    /// Largest divergence.
+    pub kl_max: f64,
+    /// Largest difference of a log probability.
+    pub dlogp_max: f64,
+    /// Replies whose first token is the control's.
+    pub top1: usize,
+    /// Mean length of text before it departs.
+    pub agreed_mean: f64,
+    /// Texts that are equal to the end.
+    pub equal: usize,
+}
+
+impl Spread {
+    /// Of these replies.
+    pub fn of(replies: &[Reply]) -> Spread {
+        let n = replies.len();
+        let mean = |f: &dyn Fn(&Reply) -> f64| replies.iter().map(f).sum::<f64>() / n.max(1) as f64;
+        let max = |f: &dyn Fn(&Reply) -> f64| replies.iter().map(f).fold(0.0, f64::max);
+        Spread {
+            n,
+            kl_mean: mean(&|r| r.kl),
+            kl_max: max(&|r| r.kl),
+            dlogp_max: max(&|r| r.dlogp),
+            top1: replies.iter().filter(|r| r.top1).count(),
+            agreed_mean: mean(&|r| r.agreed as f64),
+            equal: replies.iter().filter(|r| r.agreed == r.of).count(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::Step;
+
+    fn reply(ids: &[i32]) -> Completion {
+        let steps = ids.iter().map(|&id| Step { id, logprob: -0.1, top: vec![(id, -0.1), (id + 1, -2.5)] }).collect();
+        Completion { steps, text: String::new(), prompt_n: Some(1), cache_n: Some(9), prompt_ms: Some(1.0), cut: true }
+    }
+
+    #[test]
+    fn divergence_is_zero_of_itself_and_grows() {
+        let p = [(1, 0.7f64.ln()), (2, 0.2f64.ln()), (3, 0.05f64.ln())];
+        let q = [(1, 0.6f64.ln()), (2, 0.3f64.ln()), (3, 0.05f64.ln())];
+        let r = [(2, 0.7f64.ln()), (1, 0.2f64.ln()), (3, 0.05f64.ln())];
+        assert_eq!(divergence(&p, &p), 0.0);
+        let exact = 0.7 * (0.7f64 / 0.6).ln() + 0.2 * (0.2f64 / 0.3).ln();
+        assert!((divergence(&p, &q) - exact).abs() < 1e-12);
+        assert!(divergence(&p, &r) > divergence(&p, &q));
+        assert!(divergence(&p, &[]).is_nan());
+    }
+
+    #[test]
+    fn departures_are_found_and_weighed() {
+        let a = reply(&[5, 6, 7, 8]);
+        let same = compare(&a, &a);
+        assert_eq!((same.agreed, same.of, same.gap, same.top1), (4, 4, 0.0, true));
+        let b = compare(&a, &reply(&[5, 6, 8]));
+        assert_eq!((b.agreed, b.top1), (2, true));
+        assert!((b.gap - 2.4).abs() < 1e-12);
+        let c = compare(&a, &reply(&[9]));
+        assert_eq!((c.agreed, c.top1, c.gap), (0, false, f64::INFINITY));
+        let s = Spread::of(&[same, b, c]);
+        assert_eq!((s.n, s.top1, s.equal), (3, 2, 1));
+        assert_eq!(s.agreed_mean, 2.0);
+    }
+}

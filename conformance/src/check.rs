@@ -1,0 +1,234 @@
+//! A produced state file against the server's: the structure, field by field, and the numbers.
+
+use anyhow::{Context as _, Result, ensure};
+use kvlayout::compare::{self, LayerError};
+use kvlayout::faults::{self, Expect};
+use kvlayout::{KvSpec, Part, Section, State, StateVersion};
+use serde::Serialize;
+
+use crate::shape::{Shape, Weights};
+use crate::tolerances as tol;
+
+/// What a produced file has to be.
+#[derive(Debug, Clone)]
+pub struct Want<'a> {
+    /// The ids handed over.
+    pub tokens: &'a [i32],
+    /// The reading server's version.
+    pub version: StateVersion,
+    /// The reading server's memory.
+    pub spec: &'a KvSpec,
+    /// Size of the vocabulary.
+    pub n_vocab: u32,
+    /// The reading server's context.
+    pub n_ctx: u32,
+    /// Made to be handed over, not by a server for itself.
+    pub handoff: bool,
+}
+
+/// Everything that is wrong with a file, by itself and against the server's file for the same ids. Empty when all is well.
+pub fn structure(bytes: &[u8], server: &State, want: &Want<'_>) -> Vec<String> {
+    let expect = Expect {
+        n_vocab: Some(want.n_vocab),
+        tokens: Some(want.tokens.to_vec()),
+        version: Some(want.version),
+        spec: Some(want.spec.clone()),
+        n_ctx: Some(want.n_ctx),
+        handoff: want.handoff,
+    };
+    let mut wrong: Vec<String> =
+        faults::check_bytes(bytes, &expect).iter().map(|f| format!("{}: {f}", f.name())).collect();
+    match State::parse(bytes) {
+        Ok(state) => {
+            if state.write() != bytes {
+                wrong.push("reading and writing the file again gives other bytes".into());
+            }
+            wrong.extend(compare::structure(server, &like(&state, server)).iter().map(ToString::to_string));
+        }
+        // Said by the faults already.
+        Err(_) if !wrong.is_empty() => {}
+        Err(e) => wrong.push(e.to_string()),
+    }
+    wrong
+}
+
+/// The state with what may differ from a server's own made the same: the form of the token list, the checkpoints at the end, and
+/// cells of a window that the server does not save.
+fn like(state: &State, server: &State) -> State {
+    let mut out = state.clone();
+    out.form = server.form.clone();
+    out.appendix = server.appendix.clone();
+    for (mine, theirs) in out.sections.iter_mut().zip(&server.sections) {
+        let (Section::Kv(mine), Section::Kv(theirs)) = (mine, theirs) else { continue };
+        for (mine, theirs) in mine.streams.iter_mut().zip(&theirs.streams) {
+            let first = theirs.cells.iter().map(|c| c.pos).min();
+            // Rows are compared by position elsewhere; here only the cells matter, so the tensors can stay as they are.
+            mine.cells.retain(|c| first.is_none_or(|f| c.pos >= f));
+        }
+    }
+    out
+}
+
+/// Distances of one prompt's states, reduced to what limits are about.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Distances {
+    /// Model layer 0, K and V.
+    pub layer0: [f64; 2],
+    /// The worst layer, K and V.
+    pub layer: [f64; 2],
+    /// The mean over layers, K and V.
+    pub mean: [f64; 2],
+    /// The worst row of model layer 0, K and V.
+    pub row0: [f64; 2],
+    /// The worst row, K and V.
+    pub row: [f64; 2],
+    /// The worst row's 1 - cosine.
+    pub one_minus_cos: f64,
+    /// The worst row of a tensor but for one in [`tol::OUTLIERS`], K and V.
+    pub most_rows: [f64; 2],
+    /// The same of 1 - cosine.
+    pub most_one_minus_cos: f64,
+    /// The largest difference of one value.
+    pub max_abs: f64,
+    /// The share of values that are equal.
+    pub equal: f64,
+}
+
+impl Distances {
+    /// All zero, to take maxima from.
+    pub const ZERO: Distances = Distances {
+        layer0: [0.0; 2],
+        layer: [0.0; 2],
+        mean: [0.0; 2],
+        row0: [0.0; 2],
+        row: [0.0; 2],
+        one_minus_cos: 0.0,
+        most_rows: [0.0; 2],
+        most_one_minus_cos: 0.0,
+        max_abs: 0.0,
+        equal: 1.0,
+    };
+
+    /// The larger of each (of `equal`, the smaller).
+    pub fn max(self, o: Distances) -> Distances {
+        let two = |a: [f64; 2], b: [f64; 2]| [a[0].max(b[0]), a[1].max(b[1])];
+        Distances {
+            layer0: two(self.layer0, o.layer0),
+            layer: two(self.layer, o.layer),
+            mean: two(self.mean, o.mean),
+            row0: two(self.row0, o.row0),
+            row: two(self.row, o.row),
+            most_rows: two(self.most_rows, o.most_rows),
+            most_one_minus_cos: self.most_one_minus_cos.max(o.most_one_minus_cos),
+            one_minus_cos: self.one_minus_cos.max(o.one_minus_cos),
+            max_abs: self.max_abs.max(o.max_abs),
+            equal: self.equal.min(o.equal),
+        }
+    }
+}
+
+/// Distances of one state from another, over the positions both have.
+pub fn distances(reference: &State, other: &State, shape: &Shape) -> Result<(Distances, Vec<LayerError>)> {
+    let errors =
+        compare::numeric(reference, other).map_err(|d| anyhow::anyhow!("the files cannot be compared: {d}"))?;
+    ensure!(!errors.is_empty(), "the files have no tensors to compare");
+    let mut d = Distances::ZERO;
+    let (mut count, mut values, mut equal) = ([0usize; 2], 0usize, 0usize);
+    for e in &errors {
+        let part = match e.part {
+            Part::K => 0,
+            Part::V => 1,
+            _ => continue,
+        };
+        let layer = shape.model_layer(e.section, e.layer).with_context(|| {
+            format!("section {} of the file has a layer {}, the model has none there", e.section, e.layer)
+        })?;
+        if layer == 0 {
+            d.layer0[part] = d.layer0[part].max(e.rel_l2);
+            d.row0[part] = d.row0[part].max(e.row_max_rel);
+        }
+        if e.rows >= tol::OUTLIERS {
+            let rows = compare::rows(reference, other, e.section, e.layer, e.part)
+                .map_err(|d| anyhow::anyhow!("the rows cannot be compared: {d}"))?;
+            d.most_rows[part] = d.most_rows[part].max(all_but_outliers(rows.iter().map(|r| r.rel_l2)));
+            let cos = all_but_outliers(rows.iter().map(|r| r.one_minus_cos));
+            d.most_one_minus_cos = d.most_one_minus_cos.max(cos);
+        } else {
+            d.most_rows[part] = d.most_rows[part].max(e.row_max_rel);
+            d.most_one_minus_cos = d.most_one_minus_cos.max(e.row_max_one_minus_cos);
+        }
+        d.layer[part] = d.layer[part].max(e.rel_l2);
+        d.mean[part] += e.rel_l2;
+        d.row[part] = d.row[part].max(e.row_max_rel);
+        d.one_minus_cos = d.one_minus_cos.max(e.row_max_one_minus_cos);
+        d.max_abs = d.max_abs.max(e.max_abs);
+        count[part] += 1;
+        values += e.values;
+        equal += e.equal;
+    }
+    for (mean, count) in d.mean.iter_mut().zip(count) {
+        *mean /= count.max(1) as f64;
+    }
+    d.equal = equal as f64 / values.max(1) as f64;
+    Ok((d, errors))
+}
+
+/// The largest value when one in [`tol::OUTLIERS`] is left out. Values that are no numbers count as the largest.
+fn all_but_outliers(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<f64> = values.map(|v| if v.is_nan() { f64::INFINITY } else { v }).collect();
+    sorted.sort_by(|a, b| b.total_cmp(a));
+    sorted.get(sorted.len() / tol::OUTLIERS).copied().unwrap_or(0.0)
+}
+
+/// One number against its limit.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Measure {
+    /// What was measured.
+    pub what: String,
+    /// The value.
+    pub value: f64,
+    /// The most it may be.
+    pub limit: f64,
+}
+
+impl Measure {
+    /// Whether it is within the limit. A value that is no number is not.
+    pub fn passes(&self) -> bool {
+        self.value <= self.limit
+    }
+}
+
+/// Holds distances against the limits for a model's weights. `noise` is the worst the server is away from itself.
+pub fn judge(d: &Distances, weights: Weights, bf16_cache: bool, noise: &Distances) -> Vec<Measure> {
+    let mut out = Vec::new();
+    let mut put = |what: String, value: f64, limit: f64| out.push(Measure { what, value, limit });
+    let widen = if bf16_cache { tol::BF16_CACHE } else { 1.0 };
+    match tol::absolute(weights) {
+        Some(t) => {
+            for (i, part) in ["K", "V"].iter().enumerate() {
+                put(format!("layer 0 {part}"), d.layer0[i], t.layer0[i] * widen);
+                put(format!("worst layer {part}"), d.layer[i], t.layer[i] * widen);
+                put(format!("worst row {part}"), d.row[i], t.row[i] * widen);
+            }
+            put("worst row 1-cos".into(), d.one_minus_cos, t.one_minus_cos * widen);
+        }
+        None => {
+            let against = |noise: f64, factor: f64, floor: f64| factor * noise.max(floor);
+            for (i, part) in ["K", "V"].iter().enumerate() {
+                put(format!("layer 0 {part}"), d.layer0[i], tol::QUANTISED_LAYER0[i] * widen);
+                put(format!("worst row of layer 0 {part}"), d.row0[i], tol::QUANTISED_ROW0 * widen);
+                put(format!("mean of layers {part}"), d.mean[i], against(noise.mean[i], tol::NOISE, tol::NOISE_FLOOR));
+                put(format!("worst layer {part}"), d.layer[i], against(noise.layer[i], tol::NOISE, tol::NOISE_FLOOR));
+                put(
+                    format!("worst rows {part}"),
+                    d.most_rows[i],
+                    against(noise.most_rows[i], tol::NOISE, 4.0 * tol::NOISE_FLOOR),
+                );
+            }
+            let floor = tol::NOISE_FLOOR * tol::NOISE_FLOOR * 8.0;
+            let noise = against(noise.most_one_minus_cos, tol::NOISE_SQUARED, floor);
+            put("worst rows 1-cos".into(), d.most_one_minus_cos, noise);
+        }
+    }
+    out
+}

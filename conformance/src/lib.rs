@@ -1,0 +1,29 @@
+//! Plays the decoder's side: starts real llama-servers, lets them and a provider prefill the same ids, and compares what comes
+//! out - the state files field by field and in numbers, and what the server says after restoring them.
+//!
+//! **Invariant:** nothing here links the code under test. A provider is a program that is started, as a decoder's owner
+//! would start it; the only shared crates are the readers of the two file formats.
+
+pub mod behaviour;
+pub mod cases;
+pub mod check;
+pub mod client;
+pub mod decoder;
+pub mod demo;
+pub mod fixtures;
+pub mod hostile;
+pub mod locate;
+pub mod oracle;
+pub mod pins;
+pub mod probe;
+pub mod producer;
+pub mod prompts;
+pub mod report;
+pub mod routes;
+pub mod run;
+pub mod serve;
+pub mod server;
+pub mod shape;
+pub mod shared;
+pub mod tolerances;
+pub mod wire;

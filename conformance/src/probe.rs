@@ -1,0 +1,112 @@
+//! Finds out what a running server's memory looks like, and writes the provider's configuration from it.
+//!
+//! One token is prefilled in a slot and the slot is saved; the file says everything: version, cache types, flash attention,
+//! streams. Nothing is guessed from the model or from a build number, which servers do not always tell.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use kvlayout::{CacheType, Section, State, StateVersion};
+
+use crate::client::Client;
+
+/// What a server was found to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Probe {
+    /// Version of its state files.
+    pub version: StateVersion,
+    /// Type of K.
+    pub type_k: CacheType,
+    /// Type of V.
+    pub type_v: CacheType,
+    /// Flash attention.
+    pub flash_attn: bool,
+    /// Context per slot.
+    pub n_ctx: u32,
+    /// Streams of its cache.
+    pub n_stream: u32,
+}
+
+impl Probe {
+    /// Probes the server at `url`, whose `--slot-save-path` is `slots`. What slot 0 holds is lost.
+    pub fn of(url: &str, slots: &Path) -> Result<Probe> {
+        let client = Client::new(url);
+        ensure!(client.healthy(), "{url}/health does not say ok: is the server running, and has it loaded its model?");
+        ensure!(slots.is_dir(), "{} is no directory; give the server's --slot-save-path", slots.display());
+        let props = client.props()?;
+        let ids = client.tokenize("probe")?;
+        let first = ids.first().context("the server tokenises a word to nothing")?;
+        client.prefill(&[*first], 0)?;
+        let name = format!("npu-prefill-probe-{}.bin", std::process::id());
+        let path = slots.join(&name);
+        let saved = client.save(0, &name);
+        let read = saved.and_then(|_| {
+            fs::read(&path).with_context(|| {
+                format!("the server saved its slot, but not to {}: is that its --slot-save-path?", path.display())
+            })
+        });
+        let _ = fs::remove_file(&path);
+        let _ = client.erase(0);
+        let n_ctx = props["default_generation_settings"]["n_ctx"].as_u64().or_else(|| props["n_ctx"].as_u64());
+        let n_ctx = n_ctx.and_then(|n| u32::try_from(n).ok()).context("/props does not tell n_ctx")?;
+        Probe::from_file(&read?, n_ctx)
+    }
+
+    /// The same from a saved file.
+    pub fn from_file(bytes: &[u8], n_ctx: u32) -> Result<Probe> {
+        let state = State::parse(bytes).context("the file the server saved")?;
+        let Some(Section::Kv(kv)) = state.sections.iter().find(|s| matches!(s, Section::Kv(kv) if has_rows(kv))) else {
+            bail!("the server's file holds no attention cache: its model's memory is of a kind that is not supported");
+        };
+        let Some(stream) = kv.streams.iter().find(|s| !s.k.is_empty()) else {
+            bail!("the server's file holds no keys")
+        };
+        let (Some(k), Some(v)) = (stream.k.first(), stream.v.first()) else {
+            bail!("the server's file holds no values: its model's memory is of a kind that is not supported");
+        };
+        Ok(Probe {
+            version: state.version,
+            type_k: k.ty,
+            type_v: v.ty,
+            flash_attn: !stream.v_trans,
+            n_ctx,
+            n_stream: u32::try_from(kv.streams.len())?,
+        })
+    }
+
+    /// The provider's configuration.
+    pub fn to_toml(&self, url: &str) -> String {
+        format!(
+            "# Written by `conformance pin probe` from the server at {url}.\n# Whether it runs with --swa-full cannot be seen from \
+             outside: add `swa_full = true` if it does.\nstate_version = {}\ncache_type_k = \"{}\"\ncache_type_v = \"{}\"\n\
+             flash_attn = {}\nn_ctx = {}\nn_stream = {}\n",
+            self.version.number(),
+            self.type_k,
+            self.type_v,
+            self.flash_attn,
+            self.n_ctx,
+            self.n_stream
+        )
+    }
+}
+
+fn has_rows(kv: &kvlayout::Kv) -> bool {
+    kv.streams.iter().any(|s| !s.k.is_empty())
+}
+
+/// Where the provider looks: `$XDG_CONFIG_HOME/npu-prefill/config.toml`, or under `~/.config`.
+pub fn usual_place() -> Result<PathBuf> {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = absolute("XDG_CONFIG_HOME").or_else(|| absolute("HOME").map(|h| h.join(".config")));
+    Ok(base.context("neither XDG_CONFIG_HOME nor HOME is set; say where with --out")?.join("npu-prefill/config.toml"))
+}
+
+/// Writes a configuration, whole or not at all.
+pub fn write(path: &Path, text: &str) -> Result<()> {
+    let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+    let temp = dir.join(format!(".config.toml.{}", std::process::id()));
+    fs::write(&temp, text).with_context(|| format!("writing {}", temp.display()))?;
+    fs::rename(&temp, path).with_context(|| format!("moving {} to {}", temp.display(), path.display()))
+}

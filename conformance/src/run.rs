@@ -1,0 +1,740 @@
+//! Runs cases: real servers make the reference and their own noise, a producer makes its files, a fresh server takes them.
+//!
+//! Per case four servers run, one after the other so that memory stays bounded:
+//! - `a`, with the usual batch: prefills every prompt but its last id and saves (the reference), then gets the whole prompt (the
+//!   control), then everything again from nothing (cold);
+//! - `c`, with batches of 32, and `d`, with flash attention the other way round: the same prefills, which is the noise;
+//! - `b`, fresh, with the usual store of prompts: restores what the producer made, and replies.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context as _, Result, ensure};
+use gguf::Gguf;
+use kvlayout::{CacheType, State, StateVersion};
+use serde::Serialize;
+
+use crate::behaviour::{self, Reply, Spread};
+use crate::cases::Case;
+use crate::check::{self, Distances, Measure, Want};
+use crate::client::{Ask, Client, Completion};
+use crate::fixtures;
+use crate::pins::{Cache, Pins};
+use crate::producer::{Choice, Job, Produced};
+use crate::prompts;
+use crate::server::{Build, Server, ServerOptions};
+use crate::shape::{CacheOptions, Shape, Weights};
+use crate::tolerances as tol;
+
+/// Batch of the servers whose noise is measured; below it flash attention runs other code than above.
+const SMALL_BATCH: u32 = 32;
+
+/// Prompts longer than this are prefilled with the other attention only if there are no shorter ones.
+const LONG: usize = 1000;
+
+/// What all cases share.
+pub struct Context {
+    /// The pins.
+    pub pins: Pins,
+    /// Where they are installed.
+    pub cache: Cache,
+    /// Who makes state files.
+    pub producer: Choice,
+    /// A server of the user's own, instead of the pinned ones.
+    pub server: Option<PathBuf>,
+    /// Keep the files of failed cases here.
+    pub keep: Option<PathBuf>,
+}
+
+/// How a case ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verdict {
+    /// Everything is within its limits.
+    Pass,
+    /// Something is not.
+    Fail,
+    /// The producer does not do this, with a reason.
+    Skip,
+    /// It could not be tried.
+    Error,
+}
+
+/// What one prompt of a case gave.
+#[derive(Debug, Clone, Serialize)]
+pub struct PromptReport {
+    /// The prompt.
+    pub prompt: String,
+    /// Its ids, N.
+    pub n: usize,
+    /// Differences of structure.
+    pub structure: Vec<String>,
+    /// Distances from the server's file.
+    pub distances: Distances,
+    /// The same of the server from itself, the worst of its variants.
+    pub noise: Distances,
+    /// Measures of this prompt that failed.
+    pub failed: Vec<Measure>,
+    /// Tokens the server said it restored.
+    pub restored: u64,
+    /// Time of the restore.
+    pub restore_ms: f64,
+    /// Evaluated after the restore.
+    pub prompt_n: u32,
+    /// Expected to be evaluated.
+    pub want_prompt_n: u32,
+    /// Taken from the restored cells.
+    pub cache_n: u32,
+    /// The reply after the restore against the control.
+    pub handed: Option<Reply>,
+    /// The cold reply against the control.
+    pub cold: Option<Reply>,
+    /// The control with small batches against the control.
+    pub small_batch: Option<Reply>,
+    /// The control with the other attention against the control.
+    pub other_attention: Option<Reply>,
+    /// The provider's prefill.
+    pub prefill_ms: Option<f64>,
+    /// The server's own prefill of the same ids.
+    pub server_prefill_ms: f64,
+    /// Asserted outcomes and other things worth knowing.
+    pub notes: Vec<String>,
+}
+
+/// What a case gave.
+#[derive(Debug, Clone, Serialize)]
+pub struct CaseReport {
+    /// `entry/model/pin`.
+    pub id: String,
+    /// The producer.
+    pub producer: String,
+    /// How it ended.
+    pub verdict: Verdict,
+    /// Why, where it is not a pass.
+    pub reasons: Vec<String>,
+    /// How exact the model's weights are.
+    pub weights: Option<Weights>,
+    /// The worst distances over the prompts.
+    pub distances: Distances,
+    /// The worst noise over the prompts.
+    pub noise: Distances,
+    /// Replies after a restore.
+    pub handed: Spread,
+    /// Cold replies.
+    pub cold: Spread,
+    /// Controls with small batches.
+    pub small_batch: Spread,
+    /// Controls with the other attention.
+    pub other_attention: Spread,
+    /// Prompts of which exactly one token was evaluated.
+    pub reused: usize,
+    /// Prompts that the server computes again whatever it is given, as it should.
+    pub reprocessed: usize,
+    /// The prompts.
+    pub prompts: Vec<PromptReport>,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+impl CaseReport {
+    fn ended(id: String, producer: String, verdict: Verdict, reason: String) -> CaseReport {
+        CaseReport {
+            id,
+            producer,
+            verdict,
+            reasons: vec![reason],
+            weights: None,
+            distances: Distances::ZERO,
+            noise: Distances::ZERO,
+            handed: Spread::default(),
+            cold: Spread::default(),
+            small_batch: Spread::default(),
+            other_attention: Spread::default(),
+            reused: 0,
+            reprocessed: 0,
+            prompts: Vec::new(),
+            seconds: 0.0,
+        }
+    }
+}
+
+/// Runs cases, `workers` at a time, and calls `done` with each report as it comes. Reports are in the order of the cases.
+pub fn run_all(
+    context: &Context,
+    cases: &[Case],
+    workers: usize,
+    done: &(dyn Fn(&CaseReport) + Sync),
+) -> Vec<CaseReport> {
+    // The longest first, so that no worker is left with one at the end.
+    let mut order: Vec<usize> = (0..cases.len()).collect();
+    order.sort_by_key(|&i| std::cmp::Reverse(weight(&context.pins, &cases[i])));
+    let (next, results) = (AtomicUsize::new(0), Mutex::new(BTreeMap::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..workers.max(1) {
+            scope.spawn(|| {
+                while let Some(&i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let report = run_case(context, &cases[i]);
+                    done(&report);
+                    if let Ok(mut results) = results.lock() {
+                        results.insert(i, report);
+                    }
+                }
+            });
+        }
+    });
+    results.into_inner().map(|m| m.into_values().collect()).unwrap_or_default()
+}
+
+fn weight(pins: &Pins, case: &Case) -> u64 {
+    let bytes = pins.model(&case.model).map_or(1 << 20, |m| m.bytes);
+    bytes * case.prompts.len() as u64 * u64::from(case.greedy)
+}
+
+/// Runs one case.
+pub fn run_case(context: &Context, case: &Case) -> CaseReport {
+    let began = Instant::now();
+    let name = context.producer.make().name();
+    let mut report = match Runner::new(context, case).and_then(|mut r| {
+        let result = r.run();
+        if let (Some(keep), true) = (&context.keep, !matches!(&result, Ok(r) if r.verdict == Verdict::Pass)) {
+            r.keep(keep)?;
+        }
+        result
+    }) {
+        Ok(report) => report,
+        Err(e) => CaseReport::ended(case.id(), name, Verdict::Error, format!("{e:#}")),
+    };
+    report.seconds = began.elapsed().as_secs_f64();
+    report
+}
+
+/// The model a case names, as a file; installed or written if need be.
+pub fn model_path(pins: &Pins, cache: &Cache, name: &str) -> Result<PathBuf> {
+    match fixtures::find(name) {
+        Some(tiny) => tiny.write(&cache.root().join("tiny")),
+        None => cache.install_model(pins.model(name)?),
+    }
+}
+
+/// What the server itself made of one prompt.
+struct Reference {
+    name: String,
+    ids: Vec<i32>,
+    file: PathBuf,
+    control: Completion,
+    cold: Completion,
+    cold_reply: Reply,
+    small_batch: Option<Reply>,
+    other_attention: Option<Reply>,
+    prefill_ms: f64,
+    noise: Distances,
+    notes: Vec<String>,
+}
+
+struct Runner<'a> {
+    context: &'a Context,
+    case: &'a Case,
+    build: Build,
+    model: PathBuf,
+    shape: Shape,
+    dir: TempDir,
+    tiny: bool,
+}
+
+impl<'a> Runner<'a> {
+    fn new(context: &'a Context, case: &'a Case) -> Result<Runner<'a>> {
+        let build = match &context.server {
+            Some(path) => Build::Binary { path: path.clone() },
+            None => Build::pinned(&context.pins, &context.cache, &case.pin)?,
+        };
+        let model = model_path(&context.pins, &context.cache, &case.model)?;
+        let shape = Shape::of(&Gguf::open(&model)?)?;
+        let dir = TempDir::new(context.cache.root())?;
+        Ok(Runner { context, case, build, model, shape, dir, tiny: fixtures::find(&case.model).is_some() })
+    }
+
+    fn keep(&self, to: &Path) -> Result<()> {
+        let target = to.join(self.case.id().replace('/', "-"));
+        if target.exists() {
+            fs::remove_dir_all(&target).with_context(|| format!("removing {}", target.display()))?;
+        }
+        copy_dir(&self.dir.0, &target)
+    }
+
+    fn start(&self, which: &str, change: impl FnOnce(&mut ServerOptions)) -> Result<Server> {
+        let slots = self.dir.0.join(which);
+        fs::create_dir_all(&slots).with_context(|| format!("creating {}", slots.display()))?;
+        let mut options = ServerOptions::new(&self.model, &slots);
+        options.n_ctx = self.case.n_ctx * self.case.n_parallel;
+        options.n_parallel = self.case.n_parallel;
+        options.type_k = self.case.type_k;
+        options.type_v = self.case.type_v;
+        options.flash_attn = self.case.flash_attn;
+        options.swa_full = self.case.swa_full;
+        change(&mut options);
+        let mut server = Server::start(&self.build, &options, &self.dir.0.join(format!("{which}.log")))?;
+        if self.tiny {
+            server.client.ban = fixtures::unprintable();
+        }
+        Ok(server)
+    }
+
+    fn n_probs(&self) -> u32 {
+        // Of a tiny vocabulary everything can be compared.
+        if self.tiny { self.shape.n_vocab } else { tol::TOP }
+    }
+
+    fn run(&mut self) -> Result<CaseReport> {
+        let mut references = self.references()?;
+        let version = self.version(&references)?;
+        self.noise(&mut references)?;
+        let cache = CacheOptions {
+            type_k: self.case.type_k,
+            type_v: self.case.type_v,
+            flash_attn: self.case.flash_attn,
+            swa_full: self.case.swa_full,
+            n_stream: self.case.n_parallel,
+        };
+        let mut producer = self.context.producer.make();
+        let slots = self.dir.0.join("b");
+        fs::create_dir_all(&slots).with_context(|| format!("creating {}", slots.display()))?;
+        let mut produced = Vec::new();
+        for r in &references {
+            let out = slots.join(format!("{}.bin", r.name));
+            let job = Job {
+                name: format!("{}/{}/{}", self.case.name, self.case.model, r.name),
+                model: &self.model,
+                tokens: &r.ids[..r.ids.len() - 1],
+                version,
+                cache,
+                n_ctx: self.case.n_ctx,
+                chunk: self.case.chunk,
+                server_file: &r.file,
+            };
+            match producer.produce(&job, &out).with_context(|| format!("prompt {}", r.name))? {
+                Produced::File { prefill_ms } => produced.push((out, prefill_ms, producer.notes())),
+                Produced::Skipped(why) => {
+                    return Ok(CaseReport::ended(self.case.id(), producer.name(), Verdict::Skip, why));
+                }
+            }
+        }
+        let handoff = producer.window_plus_one();
+        let worst_noise = references.iter().fold(Distances::ZERO, |d, r| d.max(r.noise));
+        let mut report = CaseReport::ended(self.case.id(), producer.name(), Verdict::Pass, String::new());
+        report.reasons.clear();
+        report.weights = Some(self.shape.weights);
+        report.noise = worst_noise;
+
+        let spec = self.shape.kv_spec(&cache);
+        let mut server = self.start("b", |o| o.cache_ram_mib = 8192)?;
+        for (r, (file, prefill_ms, notes)) in references.iter().zip(&produced) {
+            let tokens = &r.ids[..r.ids.len() - 1];
+            let bytes = fs::read(file).with_context(|| format!("reading {}", file.display()))?;
+            let server_bytes = fs::read(&r.file).with_context(|| format!("reading {}", r.file.display()))?;
+            let server_state =
+                State::parse(&server_bytes).with_context(|| format!("the server's own file of {}", r.name))?;
+            let want =
+                Want { tokens, version, spec: &spec, n_vocab: self.shape.n_vocab, n_ctx: self.case.n_ctx, handoff };
+            let mut p = PromptReport {
+                prompt: r.name.clone(),
+                n: r.ids.len(),
+                structure: check::structure(&bytes, &server_state, &want),
+                distances: Distances::ZERO,
+                noise: r.noise,
+                failed: Vec::new(),
+                restored: 0,
+                restore_ms: 0.0,
+                prompt_n: 0,
+                want_prompt_n: self.want_prompt_n(tokens.len(), handoff),
+                cache_n: 0,
+                handed: None,
+                cold: Some(r.cold_reply),
+                small_batch: r.small_batch,
+                other_attention: r.other_attention,
+                prefill_ms: *prefill_ms,
+                server_prefill_ms: r.prefill_ms,
+                notes: r.notes.iter().chain(notes).cloned().collect(),
+            };
+            for s in &p.structure {
+                report.reasons.push(format!("{}: structure: {s}", r.name));
+            }
+            match State::parse(&bytes)
+                .map_err(anyhow::Error::from)
+                .and_then(|s| check::distances(&server_state, &s, &self.shape))
+            {
+                Ok((d, _)) => {
+                    p.distances = d;
+                    let bf16 = [self.case.type_k, self.case.type_v].contains(&CacheType::Bf16);
+                    p.failed = check::judge(&d, self.shape.weights, bf16, &worst_noise);
+                    p.failed.retain(|m| !m.passes());
+                }
+                Err(e) => report.reasons.push(format!("{}: {e:#}", r.name)),
+            }
+            // A file that is known to be wrong is not fed to a server: some make it abort, and then nothing more is learnt.
+            if p.structure.is_empty() {
+                let outcome = self.hand_over(&server.client, r, file, &mut p);
+                if let Err(e) = server.explain(outcome) {
+                    report.reasons.push(format!("{}: {e:#}", r.name));
+                    if !matches!(server.exited(), Ok(None)) {
+                        server = self.start("b", |o| o.cache_ram_mib = 8192)?;
+                    }
+                }
+            }
+            if p.handed.is_some()
+                && (p.prompt_n != p.want_prompt_n || p.cache_n as usize != p.n - p.want_prompt_n as usize)
+            {
+                report.reasons.push(format!(
+                    "{}: after the restore prompt_n is {} and cache_n {}, should be {} and {}",
+                    r.name,
+                    p.prompt_n,
+                    p.cache_n,
+                    p.want_prompt_n,
+                    p.n - p.want_prompt_n as usize
+                ));
+            }
+            report.distances = report.distances.max(p.distances);
+            report.prompts.push(p);
+        }
+        drop(server);
+        report.reasons.extend(worst_measures(&report.prompts));
+        self.judge_behaviour(&mut report);
+        if !report.reasons.is_empty() {
+            report.verdict = Verdict::Fail;
+        }
+        Ok(report)
+    }
+
+    /// Evaluated tokens that a restore of `handed` cells should leave: one, or all of them where no file can help.
+    fn want_prompt_n(&self, handed: usize, window_plus_one: bool) -> u32 {
+        let all = handed as u32 + 1;
+        match self.shape.window {
+            // Without a checkpoint the server wants the cells before the window's first, and short prompts have none.
+            Some(window) if !self.case.swa_full && (handed <= window || !window_plus_one) => all,
+            _ => 1,
+        }
+    }
+
+    /// The server's own prefills, controls and cold replies.
+    fn references(&self) -> Result<Vec<Reference>> {
+        let mut server = self.start("a", |_| {})?;
+        let all = prompts::all()?;
+        let mut out = Vec::new();
+        for name in &self.case.prompts {
+            let prompt = all.iter().find(|p| &p.name == name).with_context(|| format!("no prompt is called {name}"))?;
+            let reference = self.reference(&server, prompt);
+            let about = || format!("the server's own work on prompt {name}");
+            out.push(server.explain(reference).with_context(about)?);
+        }
+        Ok(out)
+    }
+
+    fn reference(&self, server: &Server, prompt: &prompts::Prompt) -> Result<Reference> {
+        let client = &server.client;
+        let ids = prompt.ids(client, self.case.max_tokens)?;
+        let handed = &ids[..ids.len() - 1];
+        client.erase(0)?;
+        let prefill = client.prefill(handed, 0)?;
+        let name = format!("{}.bin", prompt.name);
+        let saved = client.save(0, &name)?;
+        ensure!(saved.tokens == handed.len() as u64, "saved {} tokens of {}", saved.tokens, handed.len());
+        let mut ask = Ask {
+            prompt: &ids,
+            n_predict: self.case.greedy,
+            n_probs: self.n_probs(),
+            cache_prompt: true,
+            slot: 0,
+            ignore_eos: true,
+        };
+        let control = client.complete(&ask)?;
+        let mut notes = Vec::new();
+        if control.prompt_n != Some(1) {
+            notes.push(format!(
+                "no control: the server evaluated {:?} tokens of its own prefill again",
+                control.prompt_n
+            ));
+        }
+        client.erase(0)?;
+        ask.cache_prompt = false;
+        let cold = client.complete_while(&ask, until_departure(&control))?;
+        client.erase(0)?;
+        let cold_reply = behaviour::compare(&control, &cold);
+        Ok(Reference {
+            name: prompt.name.clone(),
+            file: server.options.slots.join(&name),
+            ids,
+            control,
+            cold,
+            cold_reply,
+            small_batch: None,
+            other_attention: None,
+            prefill_ms: prefill.prompt_ms.unwrap_or(0.0),
+            noise: Distances::ZERO,
+            notes,
+        })
+    }
+
+    /// The version that the server's files carry, which must be the pin's.
+    fn version(&self, references: &[Reference]) -> Result<StateVersion> {
+        let first = references.first().context("the case has no prompts")?;
+        let bytes = fs::read(&first.file).with_context(|| format!("reading {}", first.file.display()))?;
+        let found = kvlayout::read_version(&bytes)?;
+        if let Some(want) = self.build.state_version() {
+            ensure!(found.number() == want, "{} writes state version {found}, its pin says {want}", self.build.name());
+        }
+        Ok(found)
+    }
+
+    /// How far the server is from itself.
+    fn noise(&self, references: &mut [Reference]) -> Result<()> {
+        let mut server = self.start("c", |o| o.n_ubatch = SMALL_BATCH)?;
+        for r in references.iter_mut() {
+            let variant = self.variant(&server, r, self.case.greedy);
+            let (d, reply) =
+                server.explain(variant).with_context(|| format!("prompt {} in batches of {SMALL_BATCH}", r.name))?;
+            r.noise = r.noise.max(d);
+            r.small_batch = Some(reply);
+        }
+        drop(server);
+        let all_long = references.iter().all(|r| r.ids.len() > LONG);
+        let mut server = self.start("d", |o| o.flash_attn = !o.flash_attn)?;
+        // The yardstick is the worst of all prompts; the longest are the dearest here, and not the noisiest.
+        for r in references.iter_mut().filter(|r| all_long || r.ids.len() <= LONG) {
+            let variant = self.variant(&server, r, 1);
+            let (d, reply) =
+                server.explain(variant).with_context(|| format!("prompt {} with the other attention", r.name))?;
+            r.noise = r.noise.max(d);
+            r.other_attention = Some(reply);
+        }
+        Ok(())
+    }
+
+    fn variant(&self, server: &Server, r: &Reference, n_predict: u32) -> Result<(Distances, Reply)> {
+        let client = &server.client;
+        client.erase(0)?;
+        client.prefill(&r.ids[..r.ids.len() - 1], 0)?;
+        let name = format!("{}.bin", r.name);
+        client.save(0, &name)?;
+        let path = server.options.slots.join(&name);
+        let read = |p: &Path| -> Result<State> {
+            let bytes = fs::read(p).with_context(|| format!("reading {}", p.display()))?;
+            Ok(State::parse(&bytes)?)
+        };
+        let (d, _) = check::distances(&read(&r.file)?, &read(&path)?, &self.shape)?;
+        fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
+        let ask =
+            Ask { prompt: &r.ids, n_predict, n_probs: self.n_probs(), cache_prompt: true, slot: 0, ignore_eos: true };
+        let mut reply = if n_predict == 1 {
+            behaviour::compare(&r.control, &client.complete(&ask)?)
+        } else {
+            behaviour::compare(&r.control, &client.complete_while(&ask, until_departure(&r.control))?)
+        };
+        reply.of = reply.of.min(n_predict as usize);
+        client.erase(0)?;
+        Ok((d, reply))
+    }
+
+    /// Restores a file and asks for the reply.
+    fn hand_over(&self, client: &Client, r: &Reference, file: &Path, p: &mut PromptReport) -> Result<()> {
+        let name = file.file_name().and_then(|n| n.to_str()).context("file name")?;
+        let restored = client.restore(0, name)?;
+        p.restored = restored.tokens;
+        p.restore_ms = restored.ms;
+        ensure!(
+            restored.tokens as usize == r.ids.len() - 1,
+            "restored {} tokens of {}",
+            restored.tokens,
+            r.ids.len() - 1
+        );
+        let ask = Ask {
+            prompt: &r.ids,
+            n_predict: self.case.greedy,
+            n_probs: self.n_probs(),
+            cache_prompt: true,
+            slot: 0,
+            ignore_eos: true,
+        };
+        // Where the server computes everything again, the reply is the cold one.
+        let against = if p.want_prompt_n == 1 { &r.control } else { &r.cold };
+        let reply = client.complete_while(&ask, until_departure(against))?;
+        let (prompt_n, cache_n) = match reply.prompt_n.zip(reply.cache_n) {
+            Some(t) => t,
+            None => {
+                // The reply was cut where it departed, and the timings come last: ask again, for one token.
+                client.restore(0, name)?;
+                let again = client.complete(&Ask { n_predict: 1, ..ask })?;
+                (again.prompt_n.unwrap_or(0), again.cache_n.unwrap_or(0))
+            }
+        };
+        (p.prompt_n, p.cache_n) = (prompt_n, cache_n);
+        p.handed = Some(behaviour::compare(against, &reply));
+        if p.want_prompt_n != 1 {
+            p.notes.push(format!("asserted: the server computes all {} tokens again, whatever the file", p.n));
+        }
+        client.erase(0)?;
+        Ok(())
+    }
+
+    fn judge_behaviour(&self, report: &mut CaseReport) {
+        let (mut handed, mut cold, mut small, mut attention) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for p in &report.prompts {
+            let Some(reply) = p.handed else { continue };
+            if p.want_prompt_n != 1 {
+                // Compared with the cold reply, which it must equal: nothing of the file is used.
+                report.reprocessed += 1;
+                if reply.agreed < reply.of.min(1) || (reply.agreed < reply.of && reply.gap > tol::TIE) {
+                    report.reasons.push(format!(
+                        "{}: the prompt was computed again, but the text departs from the cold one at token {}",
+                        p.prompt, reply.agreed
+                    ));
+                }
+                continue;
+            }
+            report.reused += usize::from(p.prompt_n == 1);
+            handed.push(reply);
+            cold.extend(p.cold);
+            small.extend(p.small_batch);
+            attention.extend(p.other_attention);
+        }
+        report.handed = Spread::of(&handed);
+        report.cold = Spread::of(&cold);
+        report.small_batch = Spread::of(&small);
+        report.other_attention = Spread::of(&attention);
+        if handed.is_empty() {
+            return;
+        }
+        let (h, c, s, a) = (report.handed, report.cold, report.small_batch, report.other_attention);
+        let mut reasons = Vec::new();
+        let mut fail = |text: String| reasons.push(text);
+        let against = |what: &str, value: f64, own: f64| {
+            let limit = tol::NOISE_SQUARED * own.max(tol::KL_FLOOR);
+            // Written so that a value that is no number fails.
+            if value <= limit { None } else { Some(format!("{what} is {value:.3e}, the limit {limit:.3e}")) }
+        };
+        // On short prompts all variants of a server may run the same code. Those say nothing of what is usual, only the largest
+        // divergence is theirs too.
+        let varied: Vec<&PromptReport> = report
+            .prompts
+            .iter()
+            .filter(|p| p.want_prompt_n == 1 && p.handed.is_some())
+            .filter(|p| [p.small_batch, p.other_attention].iter().flatten().any(|r| r.kl > 0.0))
+            .collect();
+        let mean =
+            |f: &dyn Fn(&PromptReport) -> Option<Reply>| average(varied.iter().filter_map(|p| f(p)).map(|r| r.kl));
+        let own_mean = mean(&|p| p.cold).max(mean(&|p| p.small_batch)).max(mean(&|p| p.other_attention));
+        for text in [
+            against("mean divergence of the next token", mean(&|p| p.handed), own_mean),
+            against("largest divergence of the next token", h.kl_max, c.kl_max.max(s.kl_max).max(a.kl_max)),
+        ]
+        .into_iter()
+        .flatten()
+        {
+            fail(text);
+        }
+        let spread = (tol::NOISE * c.dlogp_max.max(s.dlogp_max).max(a.dlogp_max)).max(tol::TIE);
+        for p in report.prompts.iter().filter(|p| p.want_prompt_n == 1) {
+            let Some(reply) = p.handed else { continue };
+            if !reply.top1 && reply.gap1 > spread {
+                fail(format!(
+                    "{}: the next token is another, and the control holds its own {:.3} more probable (its spread is {spread:.3})",
+                    p.prompt, reply.gap1
+                ));
+            }
+            if self.shape.weights == Weights::F32 && reply.agreed < reply.of && reply.gap > spread {
+                fail(format!(
+                    "{}: the text departs at token {} where the control's two tokens are {:.4} apart (its spread is {spread:.4})",
+                    p.prompt, reply.agreed, reply.gap
+                ));
+            }
+        }
+        // A cold reply has the control's keys and values but for the last token, so its text stays longer than any other's can;
+        // the measure is the text from the server's other keys and values.
+        let batches: Vec<(Reply, Reply)> =
+            varied.iter().filter_map(|p| p.handed.zip(p.small_batch.filter(|r| r.kl > 0.0))).collect();
+        let mine = average(batches.iter().map(|b| b.0.agreed as f64));
+        let own = average(batches.iter().map(|b| b.1.agreed as f64));
+        if self.shape.weights != Weights::F32 && mine * tol::NOISE < own {
+            fail(format!(
+                "texts agree with the control for {mine:.1} tokens on average, those from the server's small batches for {own:.1} \
+                 ({} prompts)",
+                batches.len()
+            ));
+        }
+        report.reasons.extend(reasons);
+    }
+}
+
+fn average(values: impl Iterator<Item = f64>) -> f64 {
+    let (mut n, mut sum) = (0usize, 0.0);
+    for v in values {
+        (n, sum) = (n + 1, sum + v);
+    }
+    if n == 0 { 0.0 } else { sum / n as f64 }
+}
+
+/// The failed measures, one line for each kind with its worst value.
+fn worst_measures(prompts: &[PromptReport]) -> Vec<String> {
+    let mut kinds: BTreeMap<&str, (usize, &str, &Measure)> = BTreeMap::new();
+    for p in prompts {
+        for m in &p.failed {
+            let entry = kinds.entry(&m.what).or_insert((0, &p.prompt, m));
+            entry.0 += 1;
+            // Also true for a value that is no number, which is the worst there is.
+            if m.value > entry.2.value || m.value.is_nan() {
+                (entry.1, entry.2) = (&p.prompt, m);
+            }
+        }
+    }
+    let line = |(what, (n, prompt, m)): (&str, (usize, &str, &Measure))| {
+        format!("{what}: {:.3e} on {prompt}, the limit is {:.3e} ({n} of {} prompts)", m.value, m.limit, prompts.len())
+    };
+    kinds.into_iter().map(line).collect()
+}
+
+/// Goes on as long as a reply is the control's; what comes after a departure says nothing.
+fn until_departure(control: &Completion) -> impl FnMut(&crate::client::Step) -> bool + '_ {
+    let mut seen = 0;
+    move |step| {
+        let same = control.steps.get(seen).is_some_and(|s| s.id == step.id);
+        seen += 1;
+        same
+    }
+}
+
+/// A directory in the cache for one run, gone when dropped.
+pub(crate) struct TempDir(pub(crate) PathBuf);
+
+impl TempDir {
+    pub(crate) fn new(root: &Path) -> Result<TempDir> {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let path = root.join("run").join(format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+        if path.exists() {
+            fs::remove_dir_all(&path).with_context(|| format!("removing the leftover {}", path.display()))?;
+        }
+        fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+        Ok(TempDir(path))
+    }
+}
+
+impl Drop for TempDir {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn copy_dir(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| format!("creating {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("reading {}", from.display()))? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_dir(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), &target).with_context(|| format!("copying to {}", target.display()))?;
+        }
+    }
+    Ok(())
+}

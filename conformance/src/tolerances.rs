@@ -1,0 +1,81 @@
+//! Every number that something is judged by, in one place, each with its reason.
+//!
+//! The reference is always a real server's own output. Where a server disagrees with itself (another batch size, flash
+//! attention on or off), nothing can be asked to be closer than that; where it does not, or where weights are exact enough,
+//! the limits are absolute. Distances are relative L2 norms, |a - b| / |a|, of a layer's whole K or V matrix or of one row.
+
+use crate::shape::Weights;
+
+/// Limits on distance from the server's K and V.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Distance {
+    /// Model layer 0, K and V. It depends on embedding, norm, projection and RoPE only, and every variant of a server
+    /// computes it alike to the last bit: this is the sharpest limit there is.
+    pub layer0: [f64; 2],
+    /// Any layer, K and V.
+    pub layer: [f64; 2],
+    /// Any single row of any layer, K and V.
+    pub row: [f64; 2],
+    /// 1 - cosine of any single row.
+    pub one_minus_cos: f64,
+}
+
+/// Models of f32 weights. Exact (double precision) arithmetic is 4e-7 away in layer 0 (1.4e-5 after rounding both to an f16
+/// cache) and up to 1e-3 in later layers; a server is up to 1.3e-3 away from itself. These are about twice that. The smallest
+/// deliberate mistake (RoPE base x 1.01, a tenth of the norms' epsilon) is above 2e-3 in layer 0.
+pub const F32: Distance =
+    Distance { layer0: [1e-4, 1e-4], layer: [2e-3, 3e-3], row: [2e-2, 4e-2], one_minus_cos: 2e-4 };
+
+/// Models of f16 weights: activations are rounded to f16 in products, which alone is 2e-4 in layer 0. Exact arithmetic is up to
+/// 1.6e-3 away in later layers.
+pub const F16: Distance =
+    Distance { layer0: [1e-3, 1e-3], layer: [2e-3, 4e-3], row: [1e-2, 2e-2], one_minus_cos: 5e-5 };
+
+/// Layer 0 of models with any other weights. There a server rounds activations to 8-bit blocks (or bf16); who rounds alike is
+/// far closer than who computes exactly, which is 4e-3 (8-bit blocks of 32) to 1.3e-2 away.
+pub const QUANTISED_LAYER0: [f64; 2] = [2e-3, 4e-3];
+
+/// Any single row of layer 0 of such models. A single wrong id of a prompt is above 0.9.
+pub const QUANTISED_ROW0: f64 = 5e-2;
+
+/// Quantised models have single positions where rounding decides between two different states: on Gemma 3 270M one position of
+/// 2,000 is the worst of every pair of server variants (0.36 in V), and twice as far away on the other side. So the rows of a long
+/// prompt are judged without the worst one in this many, the server's noise likewise. Rows of layer 0 are all judged.
+pub const OUTLIERS: usize = 500;
+
+/// Limits for exact weights as multiples where a cache is bf16: its steps are eight times those of f16, so that two values just
+/// left and right of a step are stored eight times as far apart.
+pub const BF16_CACHE: f64 = 8.0;
+
+/// How much farther from the server than the server from itself a result may be.
+pub const NOISE: f64 = 1.5;
+
+/// The same on the scale of 1 - cosine and of the Kullback-Leibler divergence, which grow with the square of the distance.
+pub const NOISE_SQUARED: f64 = NOISE * NOISE;
+
+/// Below this a server's own noise is not a yardstick: on prompts of a few tokens its variants may happen to run the same code.
+pub const NOISE_FLOOR: f64 = 2e-3;
+
+/// The absolute limits for a model, if its weights are exact enough for such.
+pub fn absolute(weights: Weights) -> Option<Distance> {
+    match weights {
+        Weights::F32 => Some(F32),
+        Weights::F16 => Some(F16),
+        Weights::Quantised => None,
+    }
+}
+
+/// Kullback-Leibler divergence (nats) of the next token from the control that is no difference at all: what f16 rounding of a
+/// cache alone makes.
+pub const KL_FLOOR: f64 = 1e-4;
+
+/// On models of f32 weights greedy text must equal the control's, except where the control itself holds two tokens for as good as
+/// equal: their log probabilities differ by no more than [`NOISE`] times what the server's own variants move log probabilities by
+/// (5e-3 to 2.5e-2 on the tiny models with an f16 cache), or by this, whichever is more.
+pub const TIE: f64 = 5e-3;
+
+/// Tokens generated for the comparison of texts.
+pub const GREEDY: u32 = 64;
+
+/// How many of the most probable tokens are compared.
+pub const TOP: u32 = 64;

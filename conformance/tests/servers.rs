@@ -1,0 +1,223 @@
+//! Cases end to end on real servers: the provider as a black box, the server's own files, a binary of the user's own, probing.
+//!
+//! Servers and models are installed on first use; without network and cache these tests fail, they are never skipped.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use conformance::cases::{self, Case};
+use conformance::demo::{self, Demo};
+use conformance::pins::{Cache, Pins, Python};
+use conformance::producer::Choice;
+use conformance::run::{self, CaseReport, Context, Verdict};
+use conformance::server::{Build, Server, ServerOptions};
+use conformance::{fixtures, locate, probe};
+use kvlayout::CacheType;
+
+fn context(producer: Choice) -> Context {
+    Context { pins: Pins::load().unwrap(), cache: Cache::open().unwrap(), producer, server: None, keep: None }
+}
+
+/// Built once, whichever test comes first.
+fn provider_path() -> PathBuf {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| locate::provider_for_tests().unwrap()).clone()
+}
+
+/// A built-in case, cut down to a few short prompts.
+fn case(id: &str, prompts: &[&str]) -> Case {
+    let all = cases::all(&Pins::load().unwrap()).unwrap();
+    let mut case = all.into_iter().find(|c| c.id() == id).unwrap_or_else(|| panic!("no case {id}"));
+    case.prompts = prompts.iter().map(|p| (*p).to_owned()).collect();
+    case.greedy = 16;
+    case
+}
+
+fn pass(context: &Context, case: &Case) -> CaseReport {
+    let report = run::run_case(context, case);
+    assert_eq!(report.verdict, Verdict::Pass, "{}: {:#?}", report.id, report.reasons);
+    report
+}
+
+#[test]
+fn the_provider_passes_on_every_server_build() {
+    let context = context(Choice::Provider(provider_path()));
+    for (id, prompts) in [
+        ("tiny/tiny-llama-f32/v4", &["two", "lighthouse", "log-600"][..]),
+        ("tiny/tiny-qwen2-q4_k/v3", &["three", "rust", "log-600"]),
+        ("tiny/tiny-qwen3-f16/v2", &["two", "greek", "log-600"]),
+        // 32 ids are the window: shorter prompts are computed again, which is asserted.
+        ("tiny/tiny-gemma3-f32/v4", &["two", "lighthouse", "log-600"]),
+        ("tiny-swa-full/tiny-gemma3-f16/v3", &["two", "lighthouse"]),
+        ("tiny-fa-off/tiny-llama-f32/v2", &["two", "lighthouse"]),
+    ] {
+        let report = pass(&context, &case(id, prompts));
+        assert_eq!(report.reused + report.reprocessed, prompts.len(), "{id}");
+    }
+}
+
+/// One prompt of a real model, by the way users see it.
+#[test]
+fn the_demonstration_works() {
+    let demo = Demo {
+        pin: "v4".into(),
+        provider: provider_path(),
+        threads: 2,
+        prompt: Some("Name three things that float on water, and say in one sentence each why they do.".into()),
+        ..Demo::default()
+    };
+    let outcome = demo::run(&Pins::load().unwrap(), &Cache::open().unwrap(), &demo).unwrap();
+    assert_eq!(outcome.prompt_n, 1, "{}", outcome.text());
+    assert!(outcome.succeeded());
+    assert!(outcome.handed.text.len() > 20, "{}", outcome.text());
+    let text = outcome.text();
+    for word in ["provider's prefill", "restore", "server's own", "prompt_n", "handed over", "plain", "agrees"] {
+        assert!(text.contains(word), "{word} is missing in:\n{text}");
+    }
+}
+
+#[test]
+fn a_servers_own_file_is_taken_and_a_sliding_window_one_is_not() {
+    let context = context(Choice::Server);
+    let report = pass(&context, &case("tiny/tiny-qwen3-f32/v3", &["two", "kitchen"]));
+    assert_eq!(report.distances.layer, [0.0; 2]);
+    assert_eq!(report.reused, 2);
+    // What a server itself saves of a window is one cell short of being usable; asserted as it is.
+    let report = pass(&context, &case("tiny/tiny-gemma3-f32/v3", &["kitchen"]));
+    assert_eq!((report.reused, report.reprocessed), (0, 1));
+}
+
+#[test]
+fn a_mistake_fails_a_case_and_says_where() {
+    let context = context(Choice::Oracle("epsilon".parse().ok()));
+    let report = run::run_case(&context, &case("tiny/tiny-llama-f32/v4", &["kitchen"]));
+    assert_eq!(report.verdict, Verdict::Fail);
+    assert!(report.reasons.iter().any(|r| r.contains("layer 0")), "{:?}", report.reasons);
+}
+
+#[test]
+fn what_a_producer_does_not_do_is_skipped_with_a_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let report =
+        run::run_case(&context(Choice::Fixture(dir.path().to_owned())), &case("tiny/tiny-llama-f32/v4", &["kitchen"]));
+    assert_eq!(report.verdict, Verdict::Skip);
+    assert!(report.reasons[0].contains("tiny-tiny-llama-f32-kitchen.bin"), "{:?}", report.reasons);
+}
+
+#[test]
+fn a_broken_file_fails_by_structure_and_is_not_fed_to_the_server() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tiny-tiny-llama-f32-kitchen.bin"), conformance::hostile::good().unwrap()).unwrap();
+    let report =
+        run::run_case(&context(Choice::Fixture(dir.path().to_owned())), &case("tiny/tiny-llama-f32/v4", &["kitchen"]));
+    assert_eq!(report.verdict, Verdict::Fail);
+    assert!(report.reasons.iter().any(|r| r.contains("structure")), "{:?}", report.reasons);
+    assert!(report.prompts[0].handed.is_none());
+}
+
+/// Stands in for a `llama-server` program: the same options, served from a pinned wheel.
+fn fake_llama_server(dir: &Path) -> PathBuf {
+    let (pins, cache) = (Pins::load().unwrap(), Cache::open().unwrap());
+    let wheel = cache.install_server(pins.server("v3").unwrap()).unwrap();
+    let path = dir.join("llama-server");
+    let python = Python::find().unwrap();
+    let python = String::from_utf8(
+        Command::new(python.program()).args(["-c", "import sys; print(sys.executable)"]).output().unwrap().stdout,
+    )
+    .unwrap();
+    let script = format!(
+        r#"#!{python}
+import sys
+sys.path.insert(0, {wheel:?})
+import argparse, threading
+a = argparse.ArgumentParser(allow_abbrev=False)
+for o in ["--host", "--port", "-m", "--slot-save-path", "-c", "-np", "-ub", "-ctk", "-ctv", "-fa", "-t", "--cache-ram"]:
+    a.add_argument(o, required=True)
+for o in ["--no-warmup", "--offline", "--swa-full"]:
+    a.add_argument(o, action="store_true")
+o = vars(a.parse_args())
+import xllamacpp as x
+p = x.CommonParams()
+p.model.path, p.slot_save_path, p.hostname, p.port = o["m"], o["slot_save_path"], o["host"], int(o["port"])
+p.n_ctx, p.n_parallel, p.n_ubatch, p.cpuparams.n_threads = int(o["c"]), int(o["np"]), int(o["ub"]), int(o["t"])
+types = {{"f32": 0, "f16": 1, "bf16": 30}}
+p.cache_type_k, p.cache_type_v = x.ggml_type(types[o["ctk"]]), x.ggml_type(types[o["ctv"]])
+p.flash_attn_type = x.llama_flash_attn_type({{"on": 1, "off": 0}}[o["fa"]])
+p.cache_ram_mib, p.swa_full, p.warmup, p.endpoint_slots = int(o["cache_ram"]), o["swa_full"], False, True
+server = x.Server(p)
+threading.Event().wait()
+"#,
+        python = python.trim(),
+        wheel = wheel.to_str().unwrap(),
+    );
+    std::fs::write(&path, script).unwrap();
+    use std::os::unix::fs::PermissionsExt as _;
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+#[test]
+fn a_binary_of_the_users_own_is_a_server_too_and_dies_with_us() {
+    let dir = tempfile::tempdir().unwrap();
+    let binary = fake_llama_server(dir.path());
+    let model = fixtures::find("tiny-llama-f32").unwrap().write(dir.path()).unwrap();
+    let options = ServerOptions {
+        n_ctx: 1024,
+        n_parallel: 2,
+        type_k: CacheType::Bf16,
+        flash_attn: false,
+        type_v: CacheType::F32,
+        ..ServerOptions::new(&model, dir.path())
+    };
+    let mut server = Server::start(&Build::Binary { path: binary.clone() }, &options, &dir.path().join("log")).unwrap();
+    server.client.ban = fixtures::unprintable();
+
+    // Probing it gives the provider's configuration.
+    let base = server.client.base().to_owned();
+    let found = probe::Probe::of(&base, dir.path()).unwrap();
+    assert_eq!((found.version.number(), found.n_stream, found.flash_attn, found.n_ctx), (3, 2, false, 512));
+    assert_eq!((found.type_k, found.type_v), (CacheType::Bf16, CacheType::F32));
+    let out = dir.path().join("config/config.toml");
+    let status = Command::new(env!("CARGO_BIN_EXE_conformance"))
+        .args(["pin", "probe", "--url", &base, "--slots"])
+        .arg(dir.path())
+        .arg("--out")
+        .arg(&out)
+        .stdout(Stdio::null())
+        .status()
+        .unwrap();
+    assert!(status.success());
+    let config: toml::Table = std::fs::read_to_string(&out).unwrap().parse().unwrap();
+    assert_eq!(config["state_version"].as_integer(), Some(3));
+    assert_eq!(config["cache_type_k"].as_str(), Some("bf16"));
+    assert_eq!(config["flash_attn"].as_bool(), Some(false));
+
+    // Dropping it ends the program under the shell, too.
+    let client = server.client.clone();
+    drop(server);
+    let began = Instant::now();
+    while client.healthy() {
+        assert!(began.elapsed() < Duration::from_secs(5), "the server is still there");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+
+    // A case on it.
+    let mut context = context(Choice::Server);
+    context.server = Some(binary);
+    pass(&context, &case("tiny/tiny-llama-f32/v3", &["two", "kitchen"]));
+}
+
+#[test]
+fn a_server_that_cannot_start_says_why() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("broken.gguf");
+    std::fs::write(&model, b"GGUF no more").unwrap();
+    let build = Build::pinned(&Pins::load().unwrap(), &Cache::open().unwrap(), "v4").unwrap();
+    let Err(error) = Server::start(&build, &ServerOptions::new(&model, dir.path()), &dir.path().join("log")) else {
+        panic!("a broken model was loaded")
+    };
+    let text = format!("{error:#}");
+    assert!(text.contains("broken.gguf") && text.contains("log"), "{text}");
+}
