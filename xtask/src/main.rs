@@ -1,0 +1,62 @@
+//! The project's own tools: `cargo xtask tidy` holds the tree against the rules that `ARCHITECTURE.md` states,
+//! `cargo xtask docs` writes the reference page from what the programs say of themselves. It is not a build system: cargo
+//! builds, and `.ci/run` is the list of what has to pass.
+
+mod code;
+mod docs;
+mod tidy;
+mod tree;
+
+use anyhow::{Result, bail};
+use std::path::Path;
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: cargo xtask <command>
+
+  tidy           hold the tree against its rules (also a test of this package)
+  tidy --rules   list the rules
+  docs           write docs/reference.md from the programs' own help (builds them in release)
+  docs --check   fail when docs/reference.md is stale";
+
+fn main() -> ExitCode {
+    match work() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("xtask: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn work() -> Result<bool> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    // The package's own place, not the current directory: the alias works anywhere in the tree.
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    match args.as_slice() {
+        ["tidy"] => {
+            let tree = tree::Tree::read(&root)?;
+            let complaints = tidy::check(&tree);
+            complaints.iter().for_each(|c| eprintln!("{c}"));
+            let (files, rules) = (tree.files.len(), tidy::RULES.len());
+            match complaints.len() {
+                0 => println!("tidy: {files} files, {rules} rules, nothing to say"),
+                n => eprintln!("tidy: {n} complaints over {files} files"),
+            }
+            Ok(complaints.is_empty())
+        }
+        ["tidy", "--rules"] => {
+            tidy::RULES.iter().for_each(|r| println!("{:<14} {}", r.id, r.what));
+            tidy::PROVED.iter().for_each(|p| println!("{:<14} proved by {} in {}", p.id, p.test, p.place));
+            Ok(true)
+        }
+        ["docs"] => docs::write(&root),
+        ["docs", "--check"] => docs::check(&root),
+        [] | ["help" | "-h" | "--help"] => {
+            println!("{USAGE}");
+            Ok(true)
+        }
+        other => bail!("no command {:?}\n{USAGE}", other.join(" ")),
+    }
+}
