@@ -59,9 +59,9 @@ fn hash(tensors: &[(u32, [u64; 4])]) -> u64 {
 }
 
 impl Decoder {
-    /// Of the model with two layers, in a memory file.
+    /// Of the model with two layers.
     fn new(scene: &Scene) -> Decoder {
-        Decoder::with(scene, Kind::Memfd, 2, 512, 0)
+        Decoder::with(scene, most_real(), 2, 512, 0)
     }
 
     fn with(scene: &Scene, kind: Kind, n_layer: u32, n_ctx: u32, offset: u64) -> Decoder {
@@ -148,6 +148,11 @@ impl Decoder {
     }
 }
 
+/// A dma-buf where there are any, else a memory file.
+fn most_real() -> Kind {
+    memory::available().pop().unwrap()
+}
+
 /// A duplicate that a child inherits.
 fn inheritable(fd: impl AsFd) -> OwnedFd {
     rustix::io::dup(fd).unwrap()
@@ -184,7 +189,8 @@ fn both_routes_hand_over_the_same_rows_and_nothing_else_changes() {
             for key in ["state_version", "state_version_from", "out"] {
                 assert!(receipt.get(key).is_none(), "{key} in {receipt}");
             }
-            assert_eq!(ran.stderr, "", "{kind} at {offset}");
+            // On a slow machine there is progress to tell; there is nothing to warn of anywhere.
+            assert!(ran.stderr.lines().all(|l| l.contains("progress: ")), "{kind} at {offset}: {ran:?}");
         }
     }
     assert_eq!(scene.run::<&str>(&[]).receipt()["route"], "file");
@@ -746,7 +752,7 @@ fn values_that_are_not_finite_in_a_later_chunk() {
 /// A run that takes minutes unless stopped, and looks up between small pieces of work: 8 layers of 6,000 rows.
 fn endless() -> (Scene, Decoder) {
     let scene = Scene::with(6_000, 8);
-    let decoder = Decoder::with(&scene, Kind::Memfd, 8, 8192, 4096);
+    let decoder = Decoder::with(&scene, most_real(), 8, 8192, 4096);
     (scene, decoder)
 }
 
@@ -784,8 +790,10 @@ fn wait_until(what: &str, mut is: impl FnMut() -> bool) {
 fn wait_until_seen(child: &Child, signal: Signal) {
     let bit = 1u64 << (signal.as_raw() - 1);
     wait_until("seen", || {
+        // Of whom it has ended, it stays pending.
+        let gone = status(child.id(), "State").is_none_or(|s| s.starts_with(['Z', 'X']));
         let pending = |field| status(child.id(), field).and_then(|v| u64::from_str_radix(&v, 16).ok()).unwrap_or(0);
-        (pending("ShdPnd") | pending("SigPnd")) & bit == 0
+        gone || (pending("ShdPnd") | pending("SigPnd")) & bit == 0
     });
 }
 
@@ -925,15 +933,15 @@ fn who_is_stopped_past_the_deadline_and_goes_on_writes_nothing_more() {
     let (mut random, mut under_way) = (Random(5), UnderWay::default());
     for _ in 0..8 {
         decoder.views[0].fill(PATTERN);
-        let started = Instant::now();
         let child = decoder.start(&scene, &[&SLOWLY[..], &["--deadline", "1.5"]].concat());
         wait_until("begun", || decoder.has_begun());
+        let begun = Instant::now();
         std::thread::sleep(Duration::from_micros(random.below(200_000)));
         signal(&child, Signal::STOP);
         wait_until_stopped(&child);
         // The decoder takes its memory back.
         let stopped = decoder.bytes();
-        std::thread::sleep(Duration::from_millis(1600).saturating_sub(started.elapsed()));
+        std::thread::sleep(Duration::from_millis(1600).saturating_sub(begun.elapsed()));
         signal(&child, Signal::CONT);
         let ran = end(child);
         ran.failed(79, TAINTED);
@@ -943,15 +951,15 @@ fn who_is_stopped_past_the_deadline_and_goes_on_writes_nothing_more() {
     // Stopped before the first byte, it never comes to it.
     decoder.views[0].fill(PATTERN);
     let (fifo, mut writer) = fifo(&scene);
-    let started = Instant::now();
     let child = start_with_ids(&scene, &decoder, &fifo, &["--deadline", "1.5"]);
     wait_until("watching", || is_watching(&child));
+    let watching = Instant::now();
     signal(&child, Signal::STOP);
     wait_until_stopped(&child);
     // Two ids that are waiting for it when it goes on.
     writer.write_all(b"1 2 ").unwrap();
     drop(writer);
-    std::thread::sleep(Duration::from_millis(1600).saturating_sub(started.elapsed()));
+    std::thread::sleep(Duration::from_millis(1600).saturating_sub(watching.elapsed()));
     signal(&child, Signal::CONT);
     end(child).failed(75, "--deadline");
     assert!(decoder.is_untouched());
@@ -1026,7 +1034,7 @@ fn kills_leave_the_rest_of_the_memory_alone() {
     file_route(&scene, &["--chunk", "4"]);
     let mut random = Random(9);
     for _ in 0..30 {
-        let decoder = Decoder::with(&scene, Kind::Memfd, 2, 512, 4096);
+        let decoder = Decoder::with(&scene, most_real(), 2, 512, 4096);
         let mut child = decoder.start(&scene, &["--chunk", "4"]);
         std::thread::sleep(Duration::from_micros(random.below(60_000)));
         let _ = child.kill();

@@ -283,11 +283,6 @@ impl<'a> Runner<'a> {
         Ok(server)
     }
 
-    fn n_probs(&self) -> u32 {
-        // Of a tiny vocabulary everything can be compared.
-        if self.tiny { self.shape.n_vocab } else { tol::TOP }
-    }
-
     fn run(&mut self) -> Result<CaseReport> {
         let mut references = self.references()?;
         let version = self.version(&references)?;
@@ -444,7 +439,7 @@ impl<'a> Runner<'a> {
         let mut ask = Ask {
             prompt: &ids,
             n_predict: self.case.greedy,
-            n_probs: self.n_probs(),
+            n_probs: tol::TOP,
             cache_prompt: true,
             slot: 0,
             ignore_eos: true,
@@ -525,8 +520,7 @@ impl<'a> Runner<'a> {
         };
         let (d, _) = check::distances(&read(&r.file)?, &read(&path)?, &self.shape)?;
         fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
-        let ask =
-            Ask { prompt: &r.ids, n_predict, n_probs: self.n_probs(), cache_prompt: true, slot: 0, ignore_eos: true };
+        let ask = Ask { prompt: &r.ids, n_predict, n_probs: tol::TOP, cache_prompt: true, slot: 0, ignore_eos: true };
         let mut reply = if n_predict == 1 {
             behaviour::compare(&r.control, &client.complete(&ask)?)
         } else {
@@ -552,7 +546,7 @@ impl<'a> Runner<'a> {
         let ask = Ask {
             prompt: &r.ids,
             n_predict: self.case.greedy,
-            n_probs: self.n_probs(),
+            n_probs: tol::TOP,
             cache_prompt: true,
             slot: 0,
             ignore_eos: true,
@@ -654,16 +648,50 @@ impl<'a> Runner<'a> {
         // the measure is the text from the server's other keys and values.
         let batches: Vec<(Reply, Reply)> =
             varied.iter().filter_map(|p| p.handed.zip(p.small_batch.filter(|r| r.kl > 0.0))).collect();
-        let mine = average(batches.iter().map(|b| b.0.agreed as f64));
-        let own = average(batches.iter().map(|b| b.1.agreed as f64));
-        if self.shape.weights != Weights::F32 && mine * tol::NOISE < own {
+        let mine = Departures::of(batches.iter().map(|b| b.0));
+        let own = Departures::of(batches.iter().map(|b| b.1));
+        let limit = own.limit(&mine);
+        if self.shape.weights != Weights::F32 && mine.rate() > limit {
             fail(format!(
-                "texts agree with the control for {mine:.1} tokens on average, those from the server's small batches for {own:.1} \
-                 ({} prompts)",
+                "texts depart from the control every {:.1} tokens, those from the server's small batches every {:.1}; the limit is \
+                 {:.1} ({} prompts)",
+                1.0 / mine.rate(),
+                1.0 / own.rate(),
+                1.0 / limit,
                 batches.len()
             ));
         }
         report.reasons.extend(reasons);
+    }
+}
+
+/// How often texts depart.
+struct Departures {
+    departed: f64,
+    tokens: f64,
+}
+
+impl Departures {
+    fn of(replies: impl Iterator<Item = Reply>) -> Departures {
+        let mut d = Departures { departed: 0.0, tokens: 0.0 };
+        for r in replies {
+            d.departed += f64::from(u8::from(r.agreed < r.of));
+            d.tokens += r.agreed as f64 + f64::from(u8::from(r.agreed < r.of));
+        }
+        d
+    }
+
+    /// Departures per token.
+    fn rate(&self) -> f64 {
+        self.departed / self.tokens.max(1.0)
+    }
+
+    /// The most that another's rate may be. A rate of so few departures is uncertain by a factor; two standard errors of the
+    /// ratio are allowed on top.
+    fn limit(&self, other: &Departures) -> f64 {
+        let error = (1.0 / self.departed.max(1.0) + 1.0 / other.departed.max(1.0)).sqrt();
+        let rate = self.departed.max(1.0) / self.tokens.max(1.0);
+        rate * tol::NOISE * (tol::ERRORS * error).exp()
     }
 }
 

@@ -53,6 +53,9 @@ pub const NOISE: f64 = 1.5;
 /// The same on the scale of 1 - cosine and of the Kullback-Leibler divergence, which grow with the square of the distance.
 pub const NOISE_SQUARED: f64 = NOISE * NOISE;
 
+/// Standard errors that a ratio of counts may be off by, where the counts are of a dozen texts.
+pub const ERRORS: f64 = 2.0;
+
 /// Below this a server's own noise is not a yardstick: on prompts of a few tokens its variants may happen to run the same code.
 pub const NOISE_FLOOR: f64 = 2e-3;
 

@@ -64,7 +64,7 @@ fn the_demonstration_works() {
     let demo = Demo {
         pin: "v4".into(),
         provider: provider_path(),
-        threads: 2,
+        threads: 1,
         prompt: Some("Name three things that float on water, and say in one sentence each why they do.".into()),
         ..Demo::default()
     };

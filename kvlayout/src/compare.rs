@@ -219,7 +219,8 @@ impl Differ {
 /// window of one cell more is compared where both have cells, and in f64, whatever their types. Rotated rows (quantised
 /// caches) are compared as they are: comparable only with rows rotated likewise.
 ///
-/// The error names what stands in the way: other sections or layers, other widths, no position in common.
+/// The error names what stands in the way: other sections or layers, other widths, no position in common (unless neither
+/// has any).
 pub fn numeric(a: &State, b: &State) -> Result<Vec<LayerError>, Difference> {
     let count = |s: &State| s.tensors().len().to_string();
     if a.tensors() != b.tensors() {
@@ -307,7 +308,9 @@ pub fn rows(a: &State, b: &State, section: usize, layer: usize, part: Part) -> R
     let mut shared: Vec<(i32, usize, usize)> =
         a.positions(section).into_iter().enumerate().filter_map(|(i, p)| in_b.get(&p).map(|&j| (p, i, j))).collect();
     shared.sort_unstable();
-    if shared.is_empty() {
+    // Recurrent memories without a cell have their records all the same, of no rows: nothing in them differs.
+    let any = |s: &State| !s.positions(section).is_empty();
+    if shared.is_empty() && (any(a) || any(b)) {
         let show = |s: &State| match (s.positions(section).first(), s.positions(section).last()) {
             (Some(first), Some(last)) => format!("positions {first} to {last}"),
             _ => "no positions".into(),

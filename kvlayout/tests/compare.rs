@@ -146,3 +146,22 @@ fn what_cannot_be_compared_says_why() {
     stream(&mut b, 0).cells.iter_mut().for_each(|c| c.pos += 100);
     assert_eq!(e(&b), "section 0 layer 0: pos: positions 0 to 4 | positions 100 to 104");
 }
+
+#[test]
+fn memories_without_cells_do_not_differ() {
+    let with = |cells: &[i32]| {
+        let record = Tensor { ty: CacheType::F32, width: 2, data: vec![0; 8 * cells.len()] };
+        let cells = cells.iter().map(|&pos| RecCell { pos }).collect();
+        let mut s = state(&dense(1, 4), &[], V4);
+        s.sections = vec![Section::Rec(Rec { cells, n_layer: 1, records: vec![record.clone(), record] })];
+        assert_eq!(State::parse(&s.write()).as_ref(), Ok(&s));
+        s
+    };
+    let empty = with(&[]);
+    assert_eq!(structure(&empty, &empty), []);
+    let all = numeric(&empty, &empty).unwrap();
+    assert!(all.len() == 2 && all.iter().all(|e| (e.rows, e.values, e.rel_l2) == (0, 0, 0.0)), "{all:?}");
+    for (a, b) in [(&empty, &with(&[4])), (&with(&[4]), &empty)] {
+        assert!(numeric(a, b).unwrap_err().to_string().contains("no positions"));
+    }
+}

@@ -1,5 +1,5 @@
 //! From a checked [`Job`] to a handoff that is made: what both routes have in common. Where the rows go, and what must be right
-//! about that, is [`file`]'s and [`share`]'s.
+//! about that, is [`file`](mod@crate::file)'s and [`share`]'s.
 //!
 //! Everything that can be refused is refused before the work, and before anybody could see a byte of it.
 

@@ -99,6 +99,7 @@ const DIRECTIONS: &[(&str, &str, &[&str])] = &[
     ("kvlayout/Cargo.toml", "kvlayout", &[]),
     ("npu-kernels/Cargo.toml", "npu-kernels", &[]),
     ("conformance/Cargo.toml", "conformance", &["gguf", "kvlayout"]),
+    ("fuzz/Cargo.toml", "npu-prefill-fuzz", &["gguf", "kvlayout"]),
     ("xtask/Cargo.toml", "xtask", &[]),
 ];
 
