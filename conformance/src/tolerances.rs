@@ -72,6 +72,10 @@ pub fn absolute(weights: Weights) -> Option<Distance> {
 /// cache alone makes.
 pub const KL_FLOOR: f64 = 1e-4;
 
+/// Divergences are judged over at least so many prompts. They differ between prompts by factors of a hundred, so those of a few
+/// prompts say little of what is usual or largest.
+pub const ENOUGH: usize = 10;
+
 /// On models of f32 weights greedy text must equal the control's, except where the control itself holds two tokens for as good as
 /// equal: their log probabilities differ by no more than [`NOISE`] times what the server's own variants move log probabilities by
 /// (5e-3 to 2.5e-2 on the tiny models with an f16 cache), or by this, whichever is more.
