@@ -31,9 +31,9 @@ pub struct Reply {
 pub fn compare(control: &Completion, other: &Completion) -> Reply {
     let agreed = control.steps.iter().zip(&other.steps).take_while(|(a, b)| a.id == b.id).count();
     // A reply that was cut at its departure has one step more than agreed. One that was not, and agrees as far as it goes, may
-    // lack a last step or two: a server may end it within a character.
-    let ended = !other.cut && agreed == other.steps.len() && control.steps.len() - agreed <= 4;
-    let of = if ended { agreed } else { control.steps.len() };
+    // lack its last tokens: a server keeps them back when they end in the middle of a character.
+    let held_back = !other.cut && agreed == other.steps.len() && control.steps.len() - agreed <= 4;
+    let of = if held_back { agreed } else { control.steps.len() };
     let gap_at = |i: usize| match (control.steps.get(i), other.steps.get(i)) {
         (Some(a), Some(b)) if a.id != b.id => {
             let theirs = a.top.iter().find(|t| t.0 == b.id).map(|t| t.1);

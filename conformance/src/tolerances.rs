@@ -50,11 +50,8 @@ pub const BF16_CACHE: f64 = 8.0;
 /// How much farther from the server than the server from itself a result may be.
 pub const NOISE: f64 = 1.5;
 
-/// The same on the scale of 1 - cosine and of the Kullback-Leibler divergence, which grow with the square of the distance.
+/// The same on the scale of 1 - cosine, which grows with the square of the distance.
 pub const NOISE_SQUARED: f64 = NOISE * NOISE;
-
-/// Standard errors that a ratio of counts may be off by, where the counts are of a dozen texts.
-pub const ERRORS: f64 = 2.0;
 
 /// Below this a server's own noise is not a yardstick: on prompts of a few tokens its variants may happen to run the same code.
 pub const NOISE_FLOOR: f64 = 2e-3;
@@ -71,10 +68,6 @@ pub fn absolute(weights: Weights) -> Option<Distance> {
 /// Kullback-Leibler divergence (nats) of the next token from the control that is no difference at all: what f16 rounding of a
 /// cache alone makes.
 pub const KL_FLOOR: f64 = 1e-4;
-
-/// Divergences are judged over at least so many prompts. They differ between prompts by factors of a hundred, so those of a few
-/// prompts say little of what is usual or largest.
-pub const ENOUGH: usize = 10;
 
 /// On models of f32 weights greedy text must equal the control's, except where the control itself holds two tokens for as good as
 /// equal: their log probabilities differ by no more than [`NOISE`] times what the server's own variants move log probabilities by
