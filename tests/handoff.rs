@@ -30,7 +30,9 @@ fn a_whole_state_and_one_line() {
     assert_eq!(receipt["bytes"], std::fs::metadata(&scene.out).unwrap().len());
     assert_eq!(receipt["out"], scene.out.to_str().unwrap());
     assert_eq!(receipt["device"], "cpu");
-    for key in ["write_ms", "load_ms", "total_ms", "threads", "chunk", "peak_rss_bytes", "tokens_per_second"] {
+    for key in
+        ["write_ms", "load_ms", "first_gemm_ms", "total_ms", "threads", "chunk", "peak_rss_bytes", "tokens_per_second"]
+    {
         assert!(receipt[key].as_f64().unwrap() > 0.0, "{key} in {receipt}");
     }
     assert!(ran.stderr.contains("state version 3: assumed"), "{ran:?}");

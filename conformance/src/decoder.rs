@@ -6,7 +6,6 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -15,7 +14,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use kvlayout::{Header, Inherited, KvSpec, Mapping, ShareLayout, ShareParams, StateVersion};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::wire;
+use crate::{dmabuf, wire};
 
 /// Bytes that are filled or checked at a time.
 const PIECE: usize = 1 << 20;
@@ -29,8 +28,21 @@ pub enum Kind {
     /// Memory files, which any kernel has.
     #[default]
     MemFd,
-    /// Real dma-bufs over memory files, which takes `/dev/udmabuf` and a Python to ask it.
+    /// Real dma-bufs over memory files, which takes `/dev/udmabuf`.
     Udmabuf,
+}
+
+impl Kind {
+    /// All that there may be.
+    pub const ALL: [Kind; 2] = [Kind::MemFd, Kind::Udmabuf];
+
+    /// Whether this machine has it.
+    pub fn is_there(self) -> bool {
+        match self {
+            Kind::MemFd => true,
+            Kind::Udmabuf => dmabuf::is_there(),
+        }
+    }
 }
 
 impl std::str::FromStr for Kind {
@@ -248,37 +260,8 @@ fn allocate(kind: Kind, bytes: u64) -> Result<OwnedFd> {
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK)?;
     match kind {
         Kind::MemFd => Ok(fd),
-        Kind::Udmabuf => udmabuf(fd, bytes),
+        Kind::Udmabuf => dmabuf::over(&fd, bytes),
     }
-}
-
-/// Asks the kernel for a dma-buf over a memory file, and sends it: there is no safe way to ask from Rust.
-const UDMABUF: &str = "
-import array, fcntl, os, socket, struct, sys
-ask = bytearray(struct.pack('IIQQ', 0, 1, 0, int(sys.argv[1])))
-fd = fcntl.ioctl(os.open('/dev/udmabuf', os.O_RDWR), 0x40187542, ask)
-with socket.socket(fileno=1) as s:
-    s.sendmsg([struct.pack('<I', 2), b'{}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [fd]))])
-";
-
-fn udmabuf(memfd: OwnedFd, bytes: u64) -> Result<OwnedFd> {
-    ensure!(Path::new("/dev/udmabuf").exists(), "this machine has no /dev/udmabuf");
-    let (ours, theirs) = UnixStream::pair()?;
-    let mut command = Command::new(crate::pins::Python::find()?.program());
-    command
-        .args(["-c", UDMABUF, &bytes.to_string()])
-        .stdin(memfd)
-        .stdout(OwnedFd::from(theirs))
-        .stderr(Stdio::inherit());
-    let mut child = command.spawn().context("starting Python to ask /dev/udmabuf")?;
-    // The command still holds their end, and only without it is the end of the socket seen.
-    drop(command);
-    let came = wire::receive(&ours, wire::Limits { body: 2, fds: 1 }, Instant::now() + SEND_DEADLINE);
-    if came.is_err() {
-        let _ = child.kill();
-    }
-    child.wait()?;
-    came.context("asking /dev/udmabuf")?.fds.pop().context("no dma-buf came")
 }
 
 /// What a decoder did with an adoption.

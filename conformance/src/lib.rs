@@ -3,6 +3,7 @@
 //!
 //! **Invariant:** nothing here links the code under test. A provider is a program that is started, as a decoder's owner
 //! would start it; the only shared crates are the readers of the two file formats.
+#![deny(unsafe_code)]
 
 pub mod behaviour;
 pub mod cases;
@@ -10,6 +11,7 @@ pub mod check;
 pub mod client;
 pub mod decoder;
 pub mod demo;
+pub mod dmabuf;
 pub mod fixtures;
 pub mod hostile;
 pub mod locate;

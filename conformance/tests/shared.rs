@@ -41,6 +41,21 @@ fn spec() -> KvSpec {
     }
 }
 
+/// The kinds of memory that this machine has, the most real one last. Where real dma-bufs are promised, they must be there.
+fn kinds() -> Vec<decoder::Kind> {
+    let promised = std::env::var_os("NPU_PREFILL_TEST_DMABUF").is_some_and(|v| v == "1");
+    let there = |kind: &decoder::Kind| {
+        let is = kind.is_there();
+        assert!(is || !promised, "NPU_PREFILL_TEST_DMABUF is set, but there is no {kind:?} here");
+        is
+    };
+    decoder::Kind::ALL.into_iter().filter(there).collect()
+}
+
+fn most_real() -> decoder::Kind {
+    kinds().pop().unwrap()
+}
+
 /// A decoder whose memory holds the pattern.
 fn a_decoder(options: Options) -> Decoder {
     let decoder = Decoder::new(options).unwrap();
@@ -151,47 +166,6 @@ fn a_played_provider() {
     std::process::exit(0);
 }
 
-#[test]
-fn a_handoff_step_by_step() {
-    let dir = Dir::new();
-    for (offset, list_tensors) in [(0, false), (12288, true)] {
-        let mut decoder = a_decoder(Options { offset, list_tensors, ..Options::new(spec(), 512) });
-        let handoff = hand_over(&dir.serve(&dir.played("whole")), &mut decoder);
-        let Outcome::Adopted { adopted, receipt, .. } = &handoff.outcome else { panic!("{handoff:?}") };
-        assert_eq!(*adopted, Adopted { cells: 5 });
-        assert_eq!(receipt.as_ref().unwrap()["prefill_ms"], 1.5);
-        assert_eq!(decoder.adopted(), Some(&TOKENS[..]));
-        assert_eq!(decoder.shared(), None);
-        match &handoff.steps[..] {
-            [
-                Step::Listening(socket),
-                Step::Received { fds: 1, share_id },
-                Step::Started { numbers, .. },
-                Step::Ended(_),
-                Step::Adopted(5),
-            ] => {
-                assert!(*share_id >= 4711);
-                assert!(numbers.len() == 1 && numbers[0] >= 3, "{numbers:?}");
-                assert!(!socket.exists());
-            }
-            other => panic!("{other:?}"),
-        }
-        assert!(dir.is_clean());
-        // Rows 0 to n - 1 hold what was computed, and no other byte has changed.
-        assert_eq!(decoder.memory().changed(BEFORE, 5).unwrap(), None);
-        assert!(decoder.memory().changed(BEFORE, 4).unwrap().is_some());
-        let state = State::parse(&decoder.state_file(StateVersion::V4).unwrap()).unwrap();
-        let rows = state.rows_f32(0, 2, Part::V).unwrap();
-        assert_eq!(rows.len(), 5 * 32);
-        for (i, row) in rows.chunks(32).enumerate() {
-            for (c, v) in row.iter().enumerate() {
-                let want = half(value(2, Part::V, i as u32, c as u32));
-                assert_eq!(*v, want, "row {i} channel {c}");
-            }
-        }
-    }
-}
-
 fn half(v: f32) -> f32 {
     half::f16::from_f32(v).to_f32()
 }
@@ -265,40 +239,6 @@ fn a_refusal_leaves_the_memory_and_falls_back_to_the_file_route() {
         dir.serve(Path::new("/nonexistent/provider")).serve(&mut small(), &request, &out, &mut |_| {}).unwrap();
     assert!(matches!(&served, Served::Forwarded(_, why) if why.contains("could not be started")), "{served:?}");
     assert!(dir.is_clean());
-}
-
-#[test]
-fn what_was_begun_is_not_adopted_and_not_done_by_file() {
-    let dir = Dir::new();
-    for part in ["tainted", "killed", "unknown-code"] {
-        let mut decoder = small();
-        let serve = dir.serve(&dir.played(part));
-        let out = dir.0.path().join("must-not-be");
-        let request = Request { model: Path::new("no.gguf"), tokens: &TOKENS };
-        let memory = decoder.memory();
-        let mut seen_before_the_end = false;
-        let mut observe = |s: &Step| {
-            if matches!(s, Step::Ended(_)) {
-                seen_before_the_end = memory.changed(BEFORE, 0).unwrap().is_some();
-                assert!(memory.changed(REUSED, 0).unwrap().is_some(), "reused before the provider's end");
-            }
-        };
-        let served = serve.serve(&mut decoder, &request, &out, &mut observe).unwrap();
-        let Served::Forwarded(handoff, _) = served else { panic!("{part}: {served:?}") };
-        assert!(matches!(handoff.outcome, Outcome::Lost { ended: true, .. }), "{part}: {handoff:?}");
-        assert!(matches!(handoff.steps[..], [.., Step::Ended(_), Step::TakenBack]), "{:?}", handoff.steps);
-        assert!(seen_before_the_end, "{part}: it had to write first");
-        assert_eq!((decoder.shared(), decoder.adopted()), (None, None));
-        assert_eq!(decoder.memory().changed(REUSED, 0).unwrap(), None);
-        assert!(!out.exists() && dir.is_clean());
-    }
-    // Not every end is one that says something.
-    for (status, want) in
-        [(0, Said::Whole), (79, Said::Tainted), (1, Said::Tainted), (101, Said::Tainted), (126, Said::Tainted)]
-    {
-        assert_eq!(said(std::process::ExitStatus::from_raw(status << 8)), want, "{status}");
-    }
-    assert_eq!(said(std::process::ExitStatus::from_raw(15)), Said::Tainted);
 }
 
 /// Every adoption that must not be.
@@ -645,11 +585,35 @@ fn tiny(name: &str, dir: &Dir) -> PathBuf {
 const F16: CacheOptions =
     CacheOptions { type_k: CacheType::F16, type_v: CacheType::F16, flash_attn: true, swa_full: false, n_stream: 1 };
 
-/// Real provider, every architecture and type: the same rows by both routes; and where it cannot be, a refusal with nothing written.
-#[test]
-fn both_routes_give_the_same_rows() {
+/// The real provider's rows of `n` tokens by both routes, in a decoder's memory of this kind: the same, or refused with nothing written
+/// where they cannot be shared.
+#[track_caller]
+fn both_routes(kind: decoder::Kind, model: &str, cache: CacheOptions, n: usize, shared: bool) {
     let (dir, provider) = (Dir::new(), provider());
     let ids: Vec<i32> = (0..600).map(|i| 3 + (i * 7) % 60).collect();
+    let model_path = tiny(model, &dir);
+    let out = dir.0.path().join("prompt.bin");
+    let job = Job {
+        name: model.into(),
+        model: &model_path,
+        tokens: &ids[..n],
+        version: StateVersion::V4,
+        cache,
+        n_ctx: 1024,
+        chunk: Some(64),
+        server_file: Path::new("none"),
+    };
+    let mut producer = SharedProvider::new(&provider, 1, Route::Both, kind);
+    let produced = producer.produce(&job, &out).unwrap_or_else(|e| panic!("{model} {cache:?}: {e:#}"));
+    assert!(matches!(produced, Produced::File { .. }), "{model} {cache:?}: {produced:?}");
+    let notes = producer.notes();
+    assert!(notes[0].starts_with(if shared { "shared route" } else { "file route" }), "{model} {cache:?}: {notes:?}");
+    assert_eq!(State::parse(&fs::read(&out).unwrap()).unwrap().tokens, ids[..n]);
+}
+
+/// Every architecture and type.
+#[test]
+fn both_routes_give_the_same_rows() {
     for (model, cache, n, shared) in [
         ("tiny-llama-f32", F16, 600, true),
         ("tiny-llama-f32", F16, 1, true),
@@ -662,27 +626,7 @@ fn both_routes_give_the_same_rows() {
         ("tiny-llama-f32", CacheOptions { flash_attn: false, ..F16 }, 40, false),
         ("tiny-llama-f32", CacheOptions { n_stream: 2, ..F16 }, 40, false),
     ] {
-        let model_path = tiny(model, &dir);
-        let out = dir.0.path().join("prompt.bin");
-        let job = Job {
-            name: model.into(),
-            model: &model_path,
-            tokens: &ids[..n],
-            version: StateVersion::V4,
-            cache,
-            n_ctx: 1024,
-            chunk: Some(64),
-            server_file: Path::new("none"),
-        };
-        let mut producer = SharedProvider::new(&provider, 1, Route::Both, decoder::Kind::MemFd);
-        let produced = producer.produce(&job, &out).unwrap_or_else(|e| panic!("{model} {cache:?}: {e:#}"));
-        assert!(matches!(produced, Produced::File { .. }), "{model} {cache:?}: {produced:?}");
-        let notes = producer.notes();
-        assert!(
-            notes[0].starts_with(if shared { "shared route" } else { "file route" }),
-            "{model} {cache:?}: {notes:?}"
-        );
-        assert_eq!(State::parse(&fs::read(&out).unwrap()).unwrap().tokens, ids[..n]);
+        both_routes(decoder::Kind::MemFd, model, cache, n, shared);
     }
 }
 
@@ -718,43 +662,136 @@ fn rows_that_are_not_the_same_are_noticed() {
     }
 }
 
-/// The real one, asked to end while it writes: it says that it had begun.
-#[test]
-fn the_provider_itself_when_it_is_asked_to_end() {
-    let dir = Dir::new();
-    let (serve, mut decoder, model, ids) = a_long_prompt(&dir);
-    let memory = decoder.memory();
-    let mut signaller = Signaller::new(Signal::TERM);
-    let request = Request { model: &model, tokens: &ids };
-    let handoff = serve.hand_over(&mut decoder, &request, &mut |s| signaller.observe(s, &memory)).unwrap();
-    assert!(signaller.done(), "it could not be asked while it wrote: {handoff:?}");
-    let Outcome::Lost { why, ended: true } = &handoff.outcome else { panic!("{handoff:?}") };
-    assert!(why.contains("exit status: 79"), "{why}");
-    assert!(!handoff.steps.contains(&Step::Late));
-    assert_eq!(decoder.memory().changed(REUSED, 0).unwrap(), None);
-}
-
-/// The real one, stopped while it writes.
-#[test]
-fn the_provider_itself_when_it_is_late() {
-    let dir = Dir::new();
-    let (mut serve, decoder, model, ids) = a_long_prompt(&dir);
-    serve.times.provider = Duration::from_secs(10);
-    serve.times.grace = Duration::from_millis(200);
-    late(&serve, decoder, &Request { model: &model, tokens: &ids });
-    assert!(dir.is_clean());
-}
-
 /// One that takes the provider long enough to be interrupted.
 fn a_long_prompt(dir: &Dir) -> (Serve, Decoder, PathBuf, Vec<i32>) {
     let provider = provider();
     let model = tiny("tiny-llama-f32", dir);
     let ids: Vec<i32> = (0..2000).map(|i| 3 + (i * 5) % 60).collect();
     let shape = conformance::shape::Shape::of(&gguf::Gguf::open(&model).unwrap()).unwrap();
-    let decoder = a_decoder(Options::new(shape.kv_spec(&F16), 2048));
+    let decoder = a_decoder(Options { kind: most_real(), ..Options::new(shape.kv_spec(&F16), 2048) });
     let config = dir.0.path().join("config");
     fs::write(&config, "").unwrap();
     let mut serve = dir.serve(&provider);
     serve.options = vec!["--config".into(), config.into(), "-t".into(), "1".into(), "--chunk".into(), "16".into()];
     (serve, decoder, model, ids)
+}
+
+/// Over whatever memory this machine has. What `tests/vm/run.sh` runs where that includes real dma-bufs.
+mod any_memory {
+    use super::*;
+
+    #[test]
+    fn a_handoff_step_by_step() {
+        let dir = Dir::new();
+        let all = kinds().into_iter().flat_map(|kind| [(kind, 0, false), (kind, 12288, true)]);
+        for (kind, offset, list_tensors) in all {
+            let mut decoder = a_decoder(Options { kind, offset, list_tensors, ..Options::new(spec(), 512) });
+            let handoff = hand_over(&dir.serve(&dir.played("whole")), &mut decoder);
+            let Outcome::Adopted { adopted, receipt, .. } = &handoff.outcome else { panic!("{handoff:?}") };
+            assert_eq!(*adopted, Adopted { cells: 5 });
+            assert_eq!(receipt.as_ref().unwrap()["prefill_ms"], 1.5);
+            assert_eq!(decoder.adopted(), Some(&TOKENS[..]));
+            assert_eq!(decoder.shared(), None);
+            match &handoff.steps[..] {
+                [
+                    Step::Listening(socket),
+                    Step::Received { fds: 1, share_id },
+                    Step::Started { numbers, .. },
+                    Step::Ended(_),
+                    Step::Adopted(5),
+                ] => {
+                    assert!(*share_id >= 4711);
+                    assert!(numbers.len() == 1 && numbers[0] >= 3, "{numbers:?}");
+                    assert!(!socket.exists());
+                }
+                other => panic!("{other:?}"),
+            }
+            assert!(dir.is_clean());
+            // Rows 0 to n - 1 hold what was computed, and no other byte has changed.
+            assert_eq!(decoder.memory().changed(BEFORE, 5).unwrap(), None);
+            assert!(decoder.memory().changed(BEFORE, 4).unwrap().is_some());
+            let state = State::parse(&decoder.state_file(StateVersion::V4).unwrap()).unwrap();
+            let rows = state.rows_f32(0, 2, Part::V).unwrap();
+            assert_eq!(rows.len(), 5 * 32);
+            for (i, row) in rows.chunks(32).enumerate() {
+                for (c, v) in row.iter().enumerate() {
+                    let want = half(value(2, Part::V, i as u32, c as u32));
+                    assert_eq!(*v, want, "row {i} channel {c}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_begun_is_not_adopted_and_not_done_by_file() {
+        let dir = Dir::new();
+        for (kind, part) in
+            kinds().into_iter().flat_map(|k| ["tainted", "killed", "unknown-code"].map(|part| (k, part)))
+        {
+            let mut decoder = a_decoder(Options { kind, ..Options::new(spec(), 512) });
+            let serve = dir.serve(&dir.played(part));
+            let out = dir.0.path().join("must-not-be");
+            let request = Request { model: Path::new("no.gguf"), tokens: &TOKENS };
+            let memory = decoder.memory();
+            let mut seen_before_the_end = false;
+            let mut observe = |s: &Step| {
+                if matches!(s, Step::Ended(_)) {
+                    seen_before_the_end = memory.changed(BEFORE, 0).unwrap().is_some();
+                    assert!(memory.changed(REUSED, 0).unwrap().is_some(), "reused before the provider's end");
+                }
+            };
+            let served = serve.serve(&mut decoder, &request, &out, &mut observe).unwrap();
+            let Served::Forwarded(handoff, _) = served else { panic!("{part}: {served:?}") };
+            assert!(matches!(handoff.outcome, Outcome::Lost { ended: true, .. }), "{part}: {handoff:?}");
+            assert!(matches!(handoff.steps[..], [.., Step::Ended(_), Step::TakenBack]), "{:?}", handoff.steps);
+            assert!(seen_before_the_end, "{part}: it had to write first");
+            assert_eq!((decoder.shared(), decoder.adopted()), (None, None));
+            assert_eq!(decoder.memory().changed(REUSED, 0).unwrap(), None);
+            assert!(!out.exists() && dir.is_clean());
+        }
+        // Not every end is one that says something.
+        for (status, want) in
+            [(0, Said::Whole), (79, Said::Tainted), (1, Said::Tainted), (101, Said::Tainted), (126, Said::Tainted)]
+        {
+            assert_eq!(said(std::process::ExitStatus::from_raw(status << 8)), want, "{status}");
+        }
+        assert_eq!(said(std::process::ExitStatus::from_raw(15)), Said::Tainted);
+    }
+
+    /// Few tokens: the machine in which this runs computes slowly.
+    #[test]
+    fn both_routes_give_the_same_rows_here() {
+        let bf16 = CacheOptions { type_k: CacheType::Bf16, type_v: CacheType::F32, ..F16 };
+        both_routes(most_real(), "tiny-llama-f32", F16, 1, true);
+        both_routes(most_real(), "tiny-qwen2-q4_k", bf16, 9, true);
+        both_routes(most_real(), "tiny-gemma3-f32", F16, 12, true);
+        both_routes(most_real(), "tiny-llama-f32", CacheOptions { flash_attn: false, ..F16 }, 10, false);
+    }
+
+    /// The real one, asked to end while it writes: it says that it had begun.
+    #[test]
+    fn the_provider_itself_when_it_is_asked_to_end() {
+        let dir = Dir::new();
+        let (serve, mut decoder, model, ids) = a_long_prompt(&dir);
+        let memory = decoder.memory();
+        let mut signaller = Signaller::new(Signal::TERM);
+        let request = Request { model: &model, tokens: &ids };
+        let handoff = serve.hand_over(&mut decoder, &request, &mut |s| signaller.observe(s, &memory)).unwrap();
+        assert!(signaller.done(), "it could not be asked while it wrote: {handoff:?}");
+        let Outcome::Lost { why, ended: true } = &handoff.outcome else { panic!("{handoff:?}") };
+        assert!(why.contains("exit status: 79"), "{why}");
+        assert!(!handoff.steps.contains(&Step::Late));
+        assert_eq!(decoder.memory().changed(REUSED, 0).unwrap(), None);
+    }
+
+    /// The real one, stopped while it writes.
+    #[test]
+    fn the_provider_itself_when_it_is_late() {
+        let dir = Dir::new();
+        let (mut serve, decoder, model, ids) = a_long_prompt(&dir);
+        serve.times.provider = Duration::from_secs(10);
+        serve.times.grace = Duration::from_millis(200);
+        late(&serve, decoder, &Request { model: &model, tokens: &ids });
+        assert!(dir.is_clean());
+    }
 }

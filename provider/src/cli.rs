@@ -142,7 +142,7 @@ pub struct ComputeArgs {
     /// Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]
     #[arg(long, value_name = "N", value_parser = chunk, overrides_with = "chunk")]
     pub chunk: Option<usize>,
-    /// Instruction set of the host kernels: auto, scalar, avx2 or avx512 [env: NPU_PREFILL_ISA] [default: auto]
+    /// Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]
     #[arg(long, value_name = "NAME", overrides_with = "isa")]
     pub isa: Option<String>,
     /// Where to compute [env: NPU_PREFILL_DEVICE] [default: auto]

@@ -19,7 +19,7 @@ use crate::job::{Compute, Decoder, Ends, Job, Route};
 use crate::receipt::{Receipt, ms, peak_rss, round};
 use crate::say::{bytes, is_terminal, say, say_if_room};
 use crate::signals::Watch;
-use crate::{file, ids, share};
+use crate::{file, ids, memory, share};
 
 /// How often a line of progress is printed where there is no terminal.
 const PROGRESS_EVERY: Duration = Duration::from_secs(1);
@@ -103,9 +103,9 @@ impl<'a> Ready<'a> {
             let text = format!("{estimate}, more than the {most} of --max-memory; a smaller --chunk needs less");
             return Err(Error::new(Kind::Refused, text));
         }
-        if let Some(free) = available_memory().filter(|&free| estimate.work > free) {
-            let free = bytes(free);
-            let text = format!("{estimate}, but only {free} are available; a smaller --chunk needs less");
+        if let Some(room) = memory::room().filter(|room| estimate.work > room.bytes) {
+            let (free, source) = (bytes(room.bytes), room.source);
+            let text = format!("{estimate}, but only {free} are {source}; a smaller --chunk needs less");
             return Err(Error::new(Kind::Refused, text));
         }
         Ok(Work { prepared, estimate })
@@ -145,6 +145,7 @@ impl<'a> Ready<'a> {
             bytes: sink.bytes,
             write_ms: round(done.timings.write_ms + ms(commit)),
             load_ms: done.load_ms,
+            first_gemm_ms: done.timings.first_gemm.map(|at| ms(at.duration_since(self.started))),
             total_ms: ms(self.started.elapsed()),
             threads,
             chunk,
@@ -182,13 +183,6 @@ fn open_ids(path: &Path) -> Result<File> {
         return Err(about(Error::new(Kind::NoInput, "is a directory")));
     }
     Ok(file)
-}
-
-/// What the system could give without swapping or killing anyone; `None` where it does not say.
-fn available_memory() -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// A bar for people, a line a second for programs: they may take silence for a hang.

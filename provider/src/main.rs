@@ -13,6 +13,7 @@ mod handoff;
 mod ids;
 mod inspect;
 mod job;
+mod memory;
 mod receipt;
 mod say;
 mod share;

@@ -89,6 +89,7 @@ pub const PROVED: &[Proved] = &[
     proved("hostile", "conformance/src/", "every_hostile_file_is_flagged"),
     proved("sharp", "conformance/tests/", "every_deliberate_mistake_is_caught"),
     proved("streams", "tests/", "closed_streams_change_nothing"),
+    proved("peak", "tests/", "only_the_residual_stream_and_one_layer_grow_with_the_prompt"),
 ];
 
 /// Packages by manifest, and what of the workspace each may depend on, for tests as well.
@@ -99,21 +100,26 @@ const DIRECTIONS: &[(&str, &str, &[&str])] = &[
     ("kvlayout/Cargo.toml", "kvlayout", &[]),
     ("npu-kernels/Cargo.toml", "npu-kernels", &[]),
     ("conformance/Cargo.toml", "conformance", &["gguf", "kvlayout"]),
+    ("bench/Cargo.toml", "bench", &["gguf", "npu-kernels"]),
     ("fuzz/Cargo.toml", "npu-prefill-fuzz", &["gguf", "kvlayout"]),
     ("xtask/Cargo.toml", "xtask", &[]),
 ];
 
 /// The files with unsafe code. A new one is a decision: it is made here and in `ARCHITECTURE.md`.
 const UNSAFE: &[&str] = &[
+    "conformance/src/dmabuf.rs",
     "kvlayout/src/inherit.rs",
     "kvlayout/src/region.rs",
     "kvlayout/tests/memory/mod.rs",
     "npu-kernels/src/host/attention.rs",
     "npu-kernels/src/host/avx2.rs",
     "npu-kernels/src/host/avx512.rs",
+    "npu-kernels/src/host/avx512_decode.rs",
     "npu-kernels/src/host/gemm.rs",
     "npu-kernels/src/host/mod.rs",
+    "npu-kernels/src/host/neon.rs",
     "npu-kernels/src/host/out.rs",
+    "npu-kernels/src/host/peak.rs",
     "npu-kernels/src/host/scalar.rs",
     "provider/gguf/src/mapped.rs",
 ];
@@ -296,7 +302,7 @@ fn no_files(tree: &Tree, out: &mut Out) {
 fn printing(tree: &Tree, out: &mut Out) {
     const WORDS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!", "io::stdout", "io::stderr"];
     for (path, text) in tree.with_suffix(".rs") {
-        if is_apart(path) || starts_with_any(path, &["provider/src/", "conformance/src/", "xtask/"]) {
+        if is_apart(path) || starts_with_any(path, &["provider/src/", "conformance/src/", "bench/src/", "xtask/"]) {
             continue;
         }
         let code = shipped(text);
@@ -313,6 +319,7 @@ fn exit_codes(tree: &Tree, out: &mut Out) {
         if is_apart(path)
             || path == "provider/src/exit.rs"
             || path == "conformance/src/main.rs"
+            || path == "bench/src/main.rs"
             || path.starts_with("xtask/")
         {
             continue;
@@ -553,7 +560,8 @@ fn resolve(from: &str, to: &str) -> Option<String> {
 
 fn links(tree: &Tree, out: &mut Out) {
     // A file name in code is a promise too, where it starts with one of our directories.
-    let rooms = ["provider/", "kvlayout/", "npu-kernels/", "conformance/", "tests/", "docs/", "xtask/", ".ci/"];
+    let rooms =
+        ["provider/", "kvlayout/", "npu-kernels/", "conformance/", "bench/", "tests/", "docs/", "xtask/", ".ci/"];
     for (path, text) in tree.with_suffix(".md") {
         for (number, line) in prose(text) {
             let (rest, code) = spans(line);

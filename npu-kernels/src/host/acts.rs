@@ -53,27 +53,24 @@ impl CodeTile {
     }
 
     /// Values that share a scale: 32 or 256.
+    #[cfg(target_arch = "x86_64")]
     pub(crate) fn block(&self) -> usize {
         self.block
     }
 
-    /// Stores 32 rounded values, block `b` of row `i`, and what follows from them. `exact` is the scale before it was
-    /// rounded to f16 (ggml forms the sums of `Q8_1` with it), `scale` the one that multiplies.
+    /// Stores 32 rounded values, block `b` of row `i`, and what follows from them: `half_sums` are the sums of the first
+    /// and of the last sixteen. `exact` is the scale before it was rounded to f16 (ggml forms the sums of `Q8_1` with
+    /// it), `scale` the one that multiplies.
     #[inline(always)]
-    pub(crate) fn set_block(&mut self, i: usize, b: usize, q: &[i8; 32], scale: f32, exact: f32) {
+    pub(crate) fn set_block(&mut self, i: usize, b: usize, q: &[i8; 32], half_sums: [i32; 2], scale: f32, exact: f32) {
         for (j, four) in q.as_chunks::<4>().0.iter().enumerate() {
             self.words[(b * 8 + j) * TILE_ROWS + i] = i32::from_le_bytes(four.map(|v| v as u8));
         }
         self.scales[b * TILE_ROWS + i] = scale;
-        let mut half_sum = [0i32; 2];
-        for (h, sum) in half_sum.iter_mut().enumerate() {
-            *sum = q[h * 16..h * 16 + 16].iter().map(|&v| i32::from(v)).sum();
-        }
         let round_sums = self.block == 32;
         for extra in &mut self.extras {
-            let n = 32 / extra.sub;
-            for h in 0..n {
-                let sum = if n == 1 { half_sum[0] + half_sum[1] } else { half_sum[h] };
+            let (n, sums) = if extra.sub == 32 { (1, [half_sums[0] + half_sums[1], 0]) } else { (2, half_sums) };
+            for (h, sum) in sums.into_iter().enumerate().take(n) {
                 let at = (b * n + h) * TILE_ROWS + i;
                 if extra.sums.is_empty() {
                     extra.start[at] = -extra.zero * sum;
@@ -103,7 +100,7 @@ impl CodeTile {
                 let exact = amax / 127.0;
                 let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
                 let q = std::array::from_fn(|j| round_i8(x[j] * inverse));
-                self.set_block(i, b, &q, f16::from_f32(exact).to_f32(), exact);
+                self.set_block(i, b, &q, half_sums(&q), f16::from_f32(exact).to_f32(), exact);
             }
         } else {
             for (s, x) in row.as_chunks::<256>().0.iter().enumerate() {
@@ -120,7 +117,7 @@ impl CodeTile {
                 let scale = if amax > 0.0 { 1.0 / inverse } else { 0.0 };
                 for (b, x) in x.as_chunks::<32>().0.iter().enumerate() {
                     let q = std::array::from_fn(|j| round_i8(x[j] * inverse));
-                    self.set_block(i, s * 8 + b, &q, scale, scale);
+                    self.set_block(i, s * 8 + b, &q, half_sums(&q), scale, scale);
                 }
             }
         }
@@ -133,6 +130,12 @@ fn round_i8(x: f32) -> i8 {
     // Adding 1.5 * 2^23 leaves the rounded integer in the low bits of the mantissa.
     let bits = (x + 12_582_912.0).to_bits() as i32 - 0x4B40_0000;
     bits.clamp(-127, 127) as i8
+}
+
+/// Sums of the first and of the last sixteen codes.
+#[inline(always)]
+fn half_sums(q: &[i8; 32]) -> [i32; 2] {
+    [0, 16].map(|from| q[from..from + 16].iter().map(|&v| i32::from(v)).sum())
 }
 
 /// A tile of float activations: `[k][row]`.

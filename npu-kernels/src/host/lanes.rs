@@ -96,6 +96,14 @@ pub(crate) trait AttentionProducts: Copy {
     /// `out[row][key]`: twelve queries (`[channel][row]`) times sixteen keys (`[channel][key]`).
     fn scores(self, keys: &[FloatLine], q: &[f32], out: &mut TileOut);
 
+    /// The same with two groups of keys.
+    #[inline(always)]
+    fn score_pair(self, keys: [&[FloatLine]; 2], q: &[f32], out: &mut [TileOut; 2]) {
+        for (keys, out) in keys.into_iter().zip(out) {
+            self.scores(keys, q, out);
+        }
+    }
+
     /// `acc[row][..] += weights[row][key] * values[key][..]` over all rows of `values`. Rows of `values` and `acc` are
     /// `lines` lines long, rows of `weights` [`attention::KEY_BLOCK`] numbers.
     fn mix(self, values: &[FloatLine], lines: usize, weights: &[f32], acc: &mut [FloatLine]);
@@ -154,24 +162,31 @@ pub(crate) fn attend<const FMA: bool>(
     let mut k0 = oldest / PANEL_COLS * PANEL_COLS;
     while k0 <= last {
         let groups = (last + 1 - k0).min(BLOCK).div_ceil(PANEL_COLS);
-        for g in 0..groups {
-            let mut acc: TileOut = [[0.0; PANEL_COLS]; TILE_ROWS];
-            products.scores(task.cache.key_panel(k0 / PANEL_COLS + g), &scratch.q, &mut acc);
-            let key = k0 + g * PANEL_COLS;
-            let all_visible = key + PANEL_COLS <= task.first + 1 && task.window.is_none_or(|w| key + w > last);
-            if !all_visible {
-                for (i, line) in acc.iter_mut().enumerate() {
-                    let row = task.first + i.min(rows - 1);
-                    let low = task.window.map_or(0, |w| (row + 1).saturating_sub(w));
-                    for (l, v) in line.iter_mut().enumerate() {
-                        if key + l > row || key + l < low {
-                            *v = f32::NEG_INFINITY;
+        for g in (0..groups).step_by(2) {
+            let panel = |g: usize| task.cache.key_panel(k0 / PANEL_COLS + g);
+            let mut pair: [TileOut; 2] = [[[0.0; PANEL_COLS]; TILE_ROWS]; 2];
+            if g + 1 < groups {
+                products.score_pair([panel(g), panel(g + 1)], &scratch.q, &mut pair);
+            } else {
+                products.scores(panel(g), &scratch.q, &mut pair[0]);
+            }
+            for (g, acc) in (g..groups).zip(&mut pair) {
+                let key = k0 + g * PANEL_COLS;
+                let all_visible = key + PANEL_COLS <= task.first + 1 && task.window.is_none_or(|w| key + w > last);
+                if !all_visible {
+                    for (i, line) in acc.iter_mut().enumerate() {
+                        let row = task.first + i.min(rows - 1);
+                        let low = task.window.map_or(0, |w| (row + 1).saturating_sub(w));
+                        for (l, v) in line.iter_mut().enumerate() {
+                            if key + l > row || key + l < low {
+                                *v = f32::NEG_INFINITY;
+                            }
                         }
                     }
                 }
-            }
-            for (i, line) in acc.iter().enumerate() {
-                scratch.scores[i * BLOCK + g * PANEL_COLS..][..PANEL_COLS].copy_from_slice(line);
+                for (i, line) in acc.iter().enumerate() {
+                    scratch.scores[i * BLOCK + g * PANEL_COLS..][..PANEL_COLS].copy_from_slice(line);
+                }
             }
         }
         for i in 0..TILE_ROWS {

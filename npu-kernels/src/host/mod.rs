@@ -5,7 +5,7 @@
 //! * [`gemm`]: weight panels decoded on the fly, products of tiles and panels.
 //! * [`attention`]: blocked attention with an online softmax.
 //! * [`rowops`]: norms, rotary embedding, gated activations, over one row.
-//! * [`scalar`], [`avx512`]: the inner loops, one file per instruction set.
+//! * [`scalar`], `avx2`, `avx512`, `neon`: the inner loops, one file per instruction set.
 //! * [`pool`]: the threads.
 //!
 //! Loops that a compiler vectorises well stand once, in `lanes`, and are compiled once per instruction set.
@@ -16,11 +16,16 @@ pub mod attention;
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512_decode;
 pub mod blocks;
 pub mod gemm;
 mod lanes;
+#[cfg(target_arch = "aarch64")]
+pub mod neon;
 mod out;
 pub mod panel;
+pub mod peak;
 pub mod pool;
 pub mod rowops;
 pub mod scalar;
@@ -47,11 +52,13 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI.
     Avx512,
+    /// aarch64 with NEON and the dot-product instructions.
+    Neon,
 }
 
 impl Isa {
     /// All, best first.
-    pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Scalar];
+    pub const ALL: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Scalar];
 
     /// The best one that this processor has.
     pub fn detect() -> Isa {
@@ -68,6 +75,10 @@ impl Isa {
             Isa::Avx512 => avx512::Avx512::new().is_some(),
             #[cfg(not(target_arch = "x86_64"))]
             Isa::Avx2 | Isa::Avx512 => false,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => neon::Neon::new().is_some(),
+            #[cfg(not(target_arch = "aarch64"))]
+            Isa::Neon => false,
         }
     }
 
@@ -77,6 +88,7 @@ impl Isa {
             Isa::Scalar => "any-i8f32-scalar",
             Isa::Avx2 => "x86_64-i8f32-avx2",
             Isa::Avx512 => "x86_64-i8f32-avx512vnni",
+            Isa::Neon => "aarch64-i8f32-dotprod",
         }
     }
 
@@ -86,6 +98,7 @@ impl Isa {
             "scalar" => Isa::Scalar,
             "avx2" => Isa::Avx2,
             "avx512" => Isa::Avx512,
+            "neon" => Isa::Neon,
             _ => return None,
         })
     }
@@ -111,6 +124,20 @@ pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
     /// Tile times panel, floats.
     fn mul_floats(self, tile: &acts::FloatTile, panel: &FloatPanel, out: &mut TileOut);
 
+    /// [`Kernel::mul_codes`] with two panels of one shape, where an instruction set gains from a wider product.
+    fn mul_code_pair(self, tile: &acts::CodeTile, form: usize, panels: &[CodePanel; 2], out: &mut [TileOut; 2]) {
+        for (panel, out) in panels.iter().zip(out) {
+            self.mul_codes(tile, form, panel, out);
+        }
+    }
+
+    /// [`Kernel::mul_floats`] likewise.
+    fn mul_float_pair(self, tile: &acts::FloatTile, panels: &[FloatPanel; 2], out: &mut [TileOut; 2]) {
+        for (panel, out) in panels.iter().zip(out) {
+            self.mul_floats(tile, panel, out);
+        }
+    }
+
     /// Rounds row `i` of a tile: blocks of 32 as ggml's `quantize_row_q8_0`, of 256 as its `quantize_row_q8_K`.
     fn quantise_row(self, tile: &mut acts::CodeTile, i: usize, row: &[f32]);
 
@@ -133,6 +160,8 @@ macro_rules! with_kernel {
             $crate::Isa::Avx512 if let Some($kernel) = $crate::host::avx512::Avx512::new() => $body,
             #[cfg(target_arch = "x86_64")]
             $crate::Isa::Avx2 if let Some($kernel) = $crate::host::avx2::Avx2::new() => $body,
+            #[cfg(target_arch = "aarch64")]
+            $crate::Isa::Neon if let Some($kernel) = $crate::host::neon::Neon::new() => $body,
             _ => {
                 let $kernel = $crate::host::scalar::Scalar;
                 $body

@@ -27,16 +27,23 @@ pub enum Precision {
     Bf16,
 }
 
+/// `1 / sqrt(mean(x²) + eps)`. Squares are f32 and their sum f64, as in `ggml_compute_forward_rms_norm_f32`: a scale
+/// that differs in its last bit moves values over the edges between two int8 codes, and one code is a row's noise.
+#[inline(always)]
+fn rms_scale(x: &[f32], eps: f32) -> f32 {
+    let mut sums = [0f64; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for c in chunks {
+        sums.iter_mut().zip(c).for_each(|(s, v)| *s += f64::from(v * v));
+    }
+    let total = sums.iter().sum::<f64>() + rest.iter().map(|v| f64::from(v * v)).sum::<f64>();
+    1.0 / ((total / x.len() as f64) as f32 + eps).sqrt()
+}
+
 /// `out = x / sqrt(mean(x²) + eps) * weight`.
 #[inline(always)]
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
-    let mut squares = [0f32; 16];
-    let (chunks, rest) = x.as_chunks::<16>();
-    for c in chunks {
-        squares.iter_mut().zip(c).for_each(|(s, v)| *s += v * v);
-    }
-    let total: f64 = squares.iter().chain(&rest.iter().map(|v| v * v).collect::<Vec<_>>()).map(|v| f64::from(*v)).sum();
-    let scale = 1.0 / ((total / x.len() as f64) as f32 + eps).sqrt();
+    let scale = rms_scale(x, eps);
     for ((o, v), w) in out.iter_mut().zip(x).zip(weight) {
         *o = v * scale * w;
     }
@@ -45,14 +52,7 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
 /// [`rms_norm`] in place.
 #[inline(always)]
 pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
-    let mut squares = [0f32; 16];
-    let (chunks, rest) = x.as_chunks::<16>();
-    for c in chunks {
-        squares.iter_mut().zip(c).for_each(|(s, v)| *s += v * v);
-    }
-    let total: f64 =
-        squares.iter().map(|v| f64::from(*v)).sum::<f64>() + rest.iter().map(|v| f64::from(v * v)).sum::<f64>();
-    let scale = 1.0 / ((total / x.len() as f64) as f32 + eps).sqrt();
+    let scale = rms_scale(x, eps);
     x.iter_mut().zip(weight).for_each(|(v, w)| *v = *v * scale * w);
 }
 

@@ -58,6 +58,8 @@ pub struct Timings {
     pub write_ms: f64,
     /// Everything else.
     pub other_ms: f64,
+    /// When the first matrix product began, if there was one.
+    pub first_gemm: Option<Instant>,
 }
 
 /// Computes keys and values of all layers for `tokens` at positions 0, 1, …, and hands them to `sink`.
@@ -97,6 +99,8 @@ struct Run<'a, K> {
     pool: &'a Pool,
     model: &'a Model<'a>,
     tokens: &'a [u32],
+    /// What attention's keys and values are rounded to: the decoder reads them back from its cache. Queries stay f32,
+    /// as in ggml's tiled attention (64 rows of a batch and more).
     round_k: Precision,
     round_v: Precision,
     /// The residual stream of every position.
@@ -171,6 +175,9 @@ impl<'a, K: Kernel> Run<'a, K> {
                 return Err(Error::Stopped);
             }
             let started = Instant::now();
+            if matches!(c.op, Op::Qkv { .. }) {
+                t.first_gemm.get_or_insert(started);
+            }
             match &c.op {
                 Op::Embed => self.embed(c)?,
                 Op::AttnNorm => self.attn_norm(c)?,
@@ -262,7 +269,7 @@ impl<'a, K: Kernel> Run<'a, K> {
         let n_rot = spec.ropes[l.rope].n_rot;
         let (nq, nk, nv) = (if last { 0 } else { l.n_head * hk }, l.n_head_kv * hk, l.n_head_kv * hv);
         // Norm and rotation, in place.
-        let (kernel, table, round_k) = (self.kernel, &self.table, self.round_k);
+        let (kernel, table) = (self.kernel, &self.table);
         let turn = |i: usize, heads: &mut [f32], norm: Option<&Vec<f32>>| {
             let (cos, sin) = table[i * n_rot..][..n_rot].split_at(n_rot / 2);
             kernel.rows(|| {
@@ -287,8 +294,6 @@ impl<'a, K: Kernel> Run<'a, K> {
         self.pool.for_each_mut(&mut rows, |i, (q, k)| {
             turn(i, q, w.attn_q_norm.as_ref());
             turn(i, k, w.attn_k_norm.as_ref());
-            // The decoder's attention multiplies queries of the cache's precision.
-            SCRATCH.with_borrow_mut(|(_, half)| rowops::round_to(round_k, q, half));
         });
         drop(rows);
 
