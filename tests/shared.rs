@@ -2,7 +2,8 @@
 //! at here: the rows are those of the file route bit for bit, nothing else changes, what is refused changes nothing at all, and
 //! what is stopped stays as it was when it stopped.
 //!
-//! The memory is of every kind that this machine has. `tests/vm/run.sh` boots one that has real dma-bufs.
+//! The memory is of every kind that this machine has. `tests/vm/run.sh` boots one that has real dma-bufs, and runs the tests of
+//! [`any_memory`] there: all others would be the same.
 
 mod common;
 #[path = "../kvlayout/tests/memory/mod.rs"]
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use common::{BIN, Ran, Random, Scene, model, program};
 use kvlayout::{CacheType, Header, KvSection, KvSpec, LayerKv, Part, Section, ShareLayout, ShareParams, State};
-use memory::{Kind, View};
+use memory::{END, Kind, View, WRITE};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde_json::{Value, json};
 
@@ -170,34 +171,6 @@ fn file_route(scene: &Scene, more: &[&str]) {
 // Handoffs that are made.
 
 #[test]
-fn both_routes_hand_over_the_same_rows_and_nothing_else_changes() {
-    let scene = Scene::new(40);
-    file_route(&scene, &[]);
-    for kind in memory::available() {
-        // Also with less than a page, more than one, and nothing round before the region.
-        for offset in [0, 4096, 24 << 10, 100, 12_345] {
-            let decoder = Decoder::with(&scene, kind, 2, 512, offset);
-            let ran = decoder.run(&scene, &[]);
-            let receipt = ran.receipt();
-            decoder.holds(&scene);
-            assert_eq!((&receipt["route"], &receipt["share_id"]), (&"shared".into(), &7.into()), "{ran:?}");
-            assert_eq!((&receipt["regions"], &receipt["n_tokens"]), (&1.into(), &40.into()));
-            assert_eq!(receipt["bytes"], 2 * 2 * 40 * 64);
-            for key in ["prefill_ms", "write_ms", "load_ms", "total_ms"] {
-                assert!(receipt[key].as_f64().unwrap() > 0.0, "{key} in {receipt}");
-            }
-            for key in ["state_version", "state_version_from", "out"] {
-                assert!(receipt.get(key).is_none(), "{key} in {receipt}");
-            }
-            // On a slow machine there is progress to tell; there is nothing to warn of anywhere.
-            assert!(ran.stderr.lines().all(|l| l.contains("progress: ")), "{kind} at {offset}: {ran:?}");
-        }
-    }
-    assert_eq!(scene.run::<&str>(&[]).receipt()["route"], "file");
-    assert_eq!(scene.left(), ["state.bin"]);
-}
-
-#[test]
 fn chunks_threads_and_kernels_put_rows_where_they_belong() {
     let scene = Scene::new(150);
     for more in [&["--chunk", "1"][..], &["--chunk", "7", "-t", "3"], &["--chunk", "149", "--isa", "scalar"]] {
@@ -287,35 +260,6 @@ fn two_regions() -> (ShareLayout, Value) {
     let layout = parsed.resolve(&spec(2, CacheType::F16), None, 2).unwrap();
     assert_ne!(layout, plain);
     (layout, header)
-}
-
-#[test]
-fn several_regions_in_the_order_of_their_descriptors() {
-    let scene = Scene::new(60);
-    file_route(&scene, &[]);
-    let (layout, header) = two_regions();
-    for kind in memory::available() {
-        let decoder = Decoder::of(&scene, kind, layout.clone(), &header.to_string());
-        let receipt = decoder.run(&scene, &[]).receipt();
-        assert_eq!((&receipt["regions"], &receipt["share_id"]), (&2.into(), &16.into()));
-        decoder.holds(&scene);
-    }
-    // The same memory may hold both, as long as they do not meet.
-    let decoder = Decoder::of(&scene, Kind::Memfd, layout, &header.to_string());
-    let mut one = header;
-    one["regions"][1]["offset"] = json!(1 << 20);
-    std::fs::write(&decoder.header, one.to_string()).unwrap();
-    let view = View::new(memory::make(Kind::Memfd, 2 << 20));
-    let fds = [inheritable(&view), inheritable(&view)];
-    let mut c = program();
-    c.arg("--tokens").arg(&scene.ids).arg("--model").arg(&scene.model);
-    c.arg("--layout").arg(&decoder.header).arg("--fds").arg(numbers(&fds));
-    Ran::from(c.output().unwrap()).receipt();
-    let want = decoder.filled_with(&scene.state());
-    // What was never written is zero in this one.
-    let zero = |bytes: &[u8]| bytes.iter().map(|&b| if b == PATTERN { 0 } else { b }).collect::<Vec<u8>>();
-    let (a, b) = (view.read(8192, want[0].len() - 8192), view.read(1 << 20, want[1].len()));
-    assert!(zero(&a) == zero(&want[0][8192..]) && zero(&b) == zero(&want[1]));
 }
 
 #[test]
@@ -505,13 +449,20 @@ fn descriptors_that_are_none() {
         (inheritable(&sealed), "sealed against writing"),
         (inheritable(File::open(&path).unwrap()), "for reading only"),
         (inheritable(File::options().write(true).open(&path).unwrap()), "for writing only"),
-        (inheritable(&short), &format!("{size} bytes at 0 do not lie inside")),
+        (
+            inheritable(&short),
+            &format!(
+                "region 0: {size} bytes at 0 do not lie inside descriptor FD, which is a memory file of {}",
+                size - 1
+            ),
+        ),
     ]
     .into_iter()
     .map(|(fd, says)| (fd, &*says.to_owned().leak()))
     .collect();
     for (fd, says) in wrong {
-        with_fds(&scene, &decoder, &fd.as_raw_fd().to_string()).failed(76, says);
+        let number = fd.as_raw_fd().to_string();
+        with_fds(&scene, &decoder, &number).failed(76, &says.replace("FD", &number));
     }
     assert!(std::fs::read(&path).unwrap().iter().all(|&b| b == PATTERN));
     assert!(View::new(&short).bytes().iter().all(|&b| b == 0));
@@ -531,11 +482,15 @@ fn regions_that_are_too_short_or_overlap() {
         let short = View::new(memory::make(Kind::Memfd, size));
         let mut fds = [inheritable(&decoder.views[0]), inheritable(&decoder.views[1])];
         fds[i] = inheritable(&short);
-        with_fds(&scene, &decoder, &numbers(&fds)).failed(76, &format!("region {i}: "));
+        let ran = with_fds(&scene, &decoder, &numbers(&fds));
+        let region = &decoder.layout.regions()[i];
+        ran.failed(76, &format!("region {i}: {} bytes at {} do not lie inside", region.size, region.offset));
+        ran.failed(76, &format!("descriptor {}, which is a memory file of {size} bytes", fds[i].as_raw_fd()));
         assert!(short.bytes().iter().all(|&b| b == 0));
     }
     let fds = [inheritable(&decoder.views[0]), inheritable(&decoder.views[0])];
-    with_fds(&scene, &decoder, &numbers(&fds)).failed(76, "overlap");
+    // 98,304 bytes from 8,192 on, and 65,536 from 0 on.
+    with_fds(&scene, &decoder, &numbers(&fds)).failed(76, "the regions are its bytes 8192..106496 and 0..65536");
     let fds = [inheritable(&decoder.views[0])];
     with_fds(&scene, &decoder, &numbers(&fds)).failed(76, "2 regions, but 1 descriptors");
     assert!(decoder.is_untouched());
@@ -581,7 +536,18 @@ fn headers_that_are_none() {
     // A gigabyte of spaces costs neither time nor memory.
     let file = File::options().write(true).open(&decoder.header).unwrap();
     file.set_len(1 << 30).unwrap();
-    decoder.refuses(&scene, &[], 65, "1073741824 bytes");
+    decoder.refuses(&scene, &[], 65, "the header has 1073741824 bytes or more; at most 1048576 are read");
+    // Nor do those of which nobody knows how many there are.
+    std::fs::remove_file(&decoder.header).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &decoder.header, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let path = decoder.header.clone();
+    let spaces = std::thread::spawn(move || {
+        let mut pipe = File::options().write(true).open(path).unwrap();
+        let piece = [b' '; 4096];
+        (0..1u64 << 18).take_while(|_| pipe.write_all(&piece).is_ok()).count() * piece.len()
+    });
+    decoder.refuses(&scene, &[], 65, "the header has 1048577 bytes or more; at most 1048576 are read");
+    assert!(spaces.join().unwrap() < 2 << 20);
     std::fs::remove_file(&decoder.header).unwrap();
     decoder.refuses(&scene, &[], 66, "header.json");
     std::fs::create_dir(&decoder.header).unwrap();
@@ -633,14 +599,53 @@ fn headers_of_another_memory() {
         ),
         ("offset past the end", change("/regions/0/offset", json!(1)), vec![size.to_string(), "at 1".into()]),
         ("offset past 2^63", change("/regions/0/offset", json!(u64::MAX)), vec!["2^63".into()]),
-        ("tensors overlap", list("/tensors/1/offset", json!(64)), vec!["overlap".into(), "cache_v_l0".into()]),
-        ("tensor out of bounds", list("/tensors/3/offset", json!(size)), vec!["do not lie inside region 0".into()]),
-        ("no such layer", list("/tensors/3/name", json!("cache_v_l9")), vec!["layer is 9".into()]),
-        ("a layer twice", list("/tensors/3/name", json!("cache_v_l0")), vec!["cache_v_l0".into(), "2 or more".into()]),
-        ("no such region", list("/tensors/3/region", json!(1)), vec!["region is 1".into()]),
+        (
+            "tensors overlap",
+            list("/tensors/1/offset", json!(64)),
+            vec!["cache_k_l0 at 0 and cache_v_l0 at 64 of region 0 overlap: the first has 32768 bytes".into()],
+        ),
+        (
+            "tensor out of bounds",
+            list("/tensors/3/offset", json!(size - 32767)),
+            vec![format!("\"cache_v_l1\": 32768 bytes at {} do not lie inside region 0 of {size}", size - 32767)],
+        ),
+        (
+            "no such layer",
+            list("/tensors/3/name", json!("cache_v_l9")),
+            vec!["its layer is 9 there, one of 2 up to 1 in the model".into()],
+        ),
+        (
+            "a recurrent layer",
+            list("/tensors/3/name", json!("cache_s_l0")),
+            vec!["its layer is 0 there, no recurrent one in the model".into()],
+        ),
+        (
+            "a layer twice",
+            list("/tensors/3/name", json!("cache_v_l0")),
+            vec!["cache_v_l0".into(), "is 2 or more there, 1 in the model".into()],
+        ),
+        (
+            "no such region",
+            list("/tensors/3/region", json!(1)),
+            vec!["its region is 1 there, below 1 in the model".into()],
+        ),
+        (
+            "another number of cells",
+            list("/tensors/2/ne", json!([32, 256, 1, 1])),
+            vec!["\"cache_k_l1\": its number of cells is 256 there, 512".into()],
+        ),
+        (
+            "hash of another list",
+            list("/regions/0/layout", json!(hash ^ 1)),
+            vec![format!("{:#018x}", hash ^ 1), format!("its list of tensors has {hash:#018x}")],
+        ),
         ("shape", list("/tensors/0/ne", json!([16, 512, 1, 1])), vec!["[16, 512, 1, 1]".into(), "[32, cells".into()]),
         ("a tensor's type", list("/tensors/0/type", json!("bf16")), vec!["bf16".into(), "f16".into()]),
-        ("a tensor is missing", list("/tensors", json!([listed["tensors"][0]])), vec!["lists 1 tensors".into()]),
+        (
+            "a tensor is missing",
+            list("/tensors", json!([listed["tensors"][0]])),
+            vec!["lists 1 tensors, but not cache_v_l0; the model has 4".into()],
+        ),
     ];
     for (what, text, says) in cases {
         std::fs::write(&decoder.header, text).unwrap();
@@ -661,6 +666,45 @@ fn headers_of_another_memory() {
     (swapped["regions"][0]["size"], swapped["regions"][1]["size"]) = (sizes[1].clone(), sizes[0].clone());
     std::fs::write(&decoder.header, swapped.to_string()).unwrap();
     decoder.refuses(&scene, &[], 76, "do not lie inside region 0");
+}
+
+#[test]
+fn sizes_and_hashes_in_another_order() {
+    // 2^22 cells of 64 bytes: four tensors are a whole chunk, and the third layer has one of its own. The memory is sparse.
+    let scene = Scene::with(20, 3);
+    let layout = ShareLayout::compute(&spec(3, CacheType::F16), 1 << 22).unwrap();
+    let (large, small) = (layout.regions()[0], layout.regions()[1]);
+    assert_eq!((layout.regions().len(), large.size, small.size), (2, 1 << 30, 1 << 29));
+    let views = [large.size, small.size].map(|size| View::new(memory::make(Kind::Memfd, size)));
+    let header = scene.path("header.json");
+    let good = Header::new(None, params(1 << 22, CacheType::F16), &layout);
+    let run = |change: &dyn Fn(&mut Header), swapped: bool| {
+        let mut changed = good.clone();
+        change(&mut changed);
+        std::fs::write(&header, changed.write()).unwrap();
+        let mut fds = views.each_ref().map(inheritable);
+        if swapped {
+            fds.reverse();
+        }
+        let mut c = program();
+        c.arg("--tokens").arg(&scene.ids).arg("--model").arg(&scene.model);
+        c.arg("--layout").arg(&header).arg("--fds").arg(numbers(&fds));
+        Ran::from(c.output().unwrap())
+    };
+    let sizes = |h: &mut Header| (h.regions[0].size, h.regions[1].size) = (small.size, large.size);
+    run(&sizes, false)
+        .failed(76, "region 0: the header says 536870912 bytes, the model with n_ctx 4194304 has 1073741824");
+    run(&|h| h.regions.swap(0, 1), true).failed(76, "the model's in another order");
+    let hashes = |h: &mut Header| (h.regions[0].layout, h.regions[1].layout) = (small.layout, large.layout);
+    let [ours, theirs] = [large.layout, small.layout].map(|hash| format!("{hash:#018x}"));
+    let said = run(&hashes, false);
+    said.failed(76, &format!("region 0: the header says layout {theirs}"));
+    said.failed(76, &format!("has {ours}"));
+    // The descriptors, and not the header.
+    run(&|_| (), true).failed(76, "region 0: 1073741824 bytes at 0 do not lie inside descriptor");
+    // No page of the memory has come into being.
+    assert!(views.iter().all(|v| rustix::fs::fstat(v).unwrap().st_blocks == 0));
+    run(&|_| (), false).receipt();
 }
 
 #[test]
@@ -729,25 +773,6 @@ fn spoil(scene: &Scene, id: i32) {
 
 /// What a run says at its end when it was stopped too late for the memory to be as before.
 const TAINTED: &str = "stopped after writing into the decoder's memory, which must not be adopted: ";
-
-#[test]
-fn values_that_are_not_finite_in_a_later_chunk() {
-    let scene = Scene::new(40);
-    let decoder = Decoder::new(&scene);
-    // The last position's, by an id that no other has.
-    let last = (0..).find(|id| !scene.tokens.contains(id)).unwrap();
-    let mut tokens = scene.tokens.clone();
-    tokens[39] = last;
-    scene.write_ids(&tokens);
-    spoil(&scene, last);
-    let ran = decoder.run(&scene, &["--chunk", "8"]);
-    ran.failed(79, TAINTED);
-    assert!(ran.stderr.contains("position 39"), "{ran:?}");
-    assert!(decoder.has_begun());
-    // With all positions in one chunk it is seen in time.
-    let decoder = Decoder::new(&scene);
-    decoder.refuses(&scene, &[], 76, "position 39");
-}
 
 /// A run that takes minutes unless stopped, and looks up between small pieces of work: 8 layers of 6,000 rows.
 fn endless() -> (Scene, Decoder) {
@@ -919,15 +944,6 @@ fn sigterm_at_any_moment_is_79_or_nothing_was_written() {
 }
 
 #[test]
-fn a_deadline_ends_writing() {
-    let (scene, decoder) = endless();
-    let ran = decoder.run(&scene, &[&SLOWLY[..], &["--deadline", "2"]].concat());
-    ran.failed(79, TAINTED);
-    assert!(ran.stderr.contains("--deadline"), "{ran:?}");
-    assert!(decoder.has_begun());
-}
-
-#[test]
 fn who_is_stopped_past_the_deadline_and_goes_on_writes_nothing_more() {
     let (scene, decoder) = endless();
     let (mut random, mut under_way) = (Random(5), UnderWay::default());
@@ -984,30 +1000,6 @@ fn who_is_stopped_and_terminated_writes_nothing_when_it_goes_on() {
 }
 
 #[test]
-fn the_parents_death_ends_writing() {
-    // Its child comes to us then, and so does its exit status.
-    rustix::process::set_child_subreaper(Some(Pid::INIT)).unwrap();
-    let (scene, decoder) = endless();
-    let (plain, fds) = decoder.command(&scene);
-    let mut c = Command::new("/bin/sh");
-    c.args(["-c", "\"$0\" \"$@\" 2>&1 & echo $!; wait", BIN]).args(plain.get_args()).args(SLOWLY);
-    let mut shell = c.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
-    drop(fds);
-    let mut stdout = BufReader::new(shell.stdout.take().unwrap());
-    let mut line = String::new();
-    stdout.read_line(&mut line).unwrap();
-    let pid = Pid::from_raw(line.trim().parse().unwrap()).unwrap();
-    wait_until("begun", || decoder.has_begun());
-    shell.kill().unwrap();
-    shell.wait().unwrap();
-    let (_, status) = waitpid(Some(pid), WaitOptions::empty()).unwrap().unwrap();
-    assert_eq!(status.exit_status(), Some(79));
-    let mut rest = String::new();
-    stdout.read_to_string(&mut rest).unwrap();
-    assert!(rest.contains(TAINTED) && rest.contains("the process that started this one is gone"), "{rest}");
-}
-
-#[test]
 fn memory_that_shrinks_under_the_writer_is_tainted_too() {
     // Nobody can go on from there, but the exit status is one that a caller understands.
     let (scene, decoder) = endless();
@@ -1027,21 +1019,259 @@ fn memory_that_shrinks_under_the_writer_is_tainted_too() {
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(79), ""), "{ran:?}");
 }
 
-#[test]
-fn kills_leave_the_rest_of_the_memory_alone() {
-    // Whatever is there after a kill are rows in their places, as far as they had come.
-    let scene = Scene::new(300);
-    file_route(&scene, &["--chunk", "4"]);
-    let mut random = Random(9);
-    for _ in 0..30 {
-        let decoder = Decoder::with(&scene, most_real(), 2, 512, 4096);
-        let mut child = decoder.start(&scene, &["--chunk", "4"]);
-        std::thread::sleep(Duration::from_micros(random.below(60_000)));
-        let _ = child.kill();
-        child.wait().unwrap();
+/// Over whatever memory this machine has. What `tests/vm/run.sh` runs where that includes real dma-bufs.
+mod any_memory {
+    use super::*;
+
+    #[test]
+    fn both_routes_hand_over_the_same_rows_and_nothing_else_changes() {
+        let scene = Scene::new(40);
+        file_route(&scene, &[]);
+        for kind in memory::available() {
+            // Also with less than a page, more than one, and nothing round before the region.
+            for offset in [0, 4096, 24 << 10, 100, 12_345] {
+                let decoder = Decoder::with(&scene, kind, 2, 512, offset);
+                let ran = decoder.run(&scene, &[]);
+                let receipt = ran.receipt();
+                decoder.holds(&scene);
+                assert_eq!((&receipt["route"], &receipt["share_id"]), (&"shared".into(), &7.into()), "{ran:?}");
+                assert_eq!((&receipt["regions"], &receipt["n_tokens"]), (&1.into(), &40.into()));
+                assert_eq!(receipt["bytes"], 2 * 2 * 40 * 64);
+                for key in ["prefill_ms", "write_ms", "load_ms", "total_ms"] {
+                    assert!(receipt[key].as_f64().unwrap() > 0.0, "{key} in {receipt}");
+                }
+                for key in ["state_version", "state_version_from", "out"] {
+                    assert!(receipt.get(key).is_none(), "{key} in {receipt}");
+                }
+                // On a slow machine there is progress to tell; there is nothing to warn of anywhere.
+                assert!(ran.stderr.lines().all(|l| l.contains("progress: ")), "{kind} at {offset}: {ran:?}");
+            }
+        }
+        assert_eq!(scene.run::<&str>(&[]).receipt()["route"], "file");
+        assert_eq!(scene.left(), ["state.bin"]);
+    }
+
+    #[test]
+    fn several_regions_in_the_order_of_their_descriptors() {
+        let scene = Scene::new(60);
+        file_route(&scene, &[]);
+        let (layout, header) = two_regions();
+        for kind in memory::available() {
+            let decoder = Decoder::of(&scene, kind, layout.clone(), &header.to_string());
+            let receipt = decoder.run(&scene, &[]).receipt();
+            assert_eq!((&receipt["regions"], &receipt["share_id"]), (&2.into(), &16.into()));
+            decoder.holds(&scene);
+        }
+        // The same memory may hold both, as long as they do not meet.
+        let decoder = Decoder::of(&scene, Kind::Memfd, layout, &header.to_string());
+        let mut one = header;
+        one["regions"][1]["offset"] = json!(1 << 20);
+        std::fs::write(&decoder.header, one.to_string()).unwrap();
+        let view = View::new(memory::make(Kind::Memfd, 2 << 20));
+        let fds = [inheritable(&view), inheritable(&view)];
+        let mut c = program();
+        c.arg("--tokens").arg(&scene.ids).arg("--model").arg(&scene.model);
+        c.arg("--layout").arg(&decoder.header).arg("--fds").arg(numbers(&fds));
+        Ran::from(c.output().unwrap()).receipt();
         let want = decoder.filled_with(&scene.state());
-        let found = decoder.bytes();
-        let odd = found[0].iter().zip(&want[0]).position(|(&f, &w)| f != w && f != PATTERN);
-        assert_eq!(odd, None);
+        // What was never written is zero in this one.
+        let zero = |bytes: &[u8]| bytes.iter().map(|&b| if b == PATTERN { 0 } else { b }).collect::<Vec<u8>>();
+        let (a, b) = (view.read(8192, want[0].len() - 8192), view.read(1 << 20, want[1].len()));
+        assert!(zero(&a) == zero(&want[0][8192..]) && zero(&b) == zero(&want[1]));
+    }
+
+    #[test]
+    fn values_that_are_not_finite_in_a_later_chunk() {
+        let scene = Scene::new(40);
+        let decoder = Decoder::new(&scene);
+        // The last position's, by an id that no other has.
+        let last = (0..).find(|id| !scene.tokens.contains(id)).unwrap();
+        let mut tokens = scene.tokens.clone();
+        tokens[39] = last;
+        scene.write_ids(&tokens);
+        spoil(&scene, last);
+        let ran = decoder.run(&scene, &["--chunk", "8"]);
+        ran.failed(79, TAINTED);
+        assert!(ran.stderr.contains("position 39"), "{ran:?}");
+        assert!(decoder.has_begun());
+        // With all positions in one chunk it is seen in time.
+        let decoder = Decoder::new(&scene);
+        decoder.refuses(&scene, &[], 76, "position 39");
+    }
+
+    #[test]
+    fn a_deadline_ends_writing() {
+        let (scene, decoder) = endless();
+        let ran = decoder.run(&scene, &[&SLOWLY[..], &["--deadline", "2"]].concat());
+        ran.failed(79, TAINTED);
+        assert!(ran.stderr.contains("--deadline"), "{ran:?}");
+        assert!(decoder.has_begun());
+    }
+
+    #[test]
+    fn the_parents_death_ends_writing() {
+        // Its child comes to us then, and so does its exit status.
+        rustix::process::set_child_subreaper(Some(Pid::INIT)).unwrap();
+        let (scene, decoder) = endless();
+        let (plain, fds) = decoder.command(&scene);
+        let mut c = Command::new("/bin/sh");
+        c.args(["-c", "\"$0\" \"$@\" 2>&1 & echo $!; wait", BIN]).args(plain.get_args()).args(SLOWLY);
+        let mut shell = c.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+        drop(fds);
+        let mut stdout = BufReader::new(shell.stdout.take().unwrap());
+        let mut line = String::new();
+        stdout.read_line(&mut line).unwrap();
+        let pid = Pid::from_raw(line.trim().parse().unwrap()).unwrap();
+        wait_until("begun", || decoder.has_begun());
+        shell.kill().unwrap();
+        shell.wait().unwrap();
+        let (_, status) = waitpid(Some(pid), WaitOptions::empty()).unwrap().unwrap();
+        assert_eq!(status.exit_status(), Some(79));
+        let mut rest = String::new();
+        stdout.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains(TAINTED) && rest.contains("the process that started this one is gone"), "{rest}");
+    }
+
+    #[test]
+    fn kills_leave_the_rest_of_the_memory_alone() {
+        // Whatever is there after a kill are rows in their places, as far as they had come.
+        let scene = Scene::new(300);
+        file_route(&scene, &["--chunk", "4"]);
+        let mut random = Random(9);
+        for _ in 0..30 {
+            let decoder = Decoder::with(&scene, most_real(), 2, 512, 4096);
+            let mut child = decoder.start(&scene, &["--chunk", "4"]);
+            std::thread::sleep(Duration::from_micros(random.below(60_000)));
+            let _ = child.kill();
+            child.wait().unwrap();
+            let want = decoder.filled_with(&scene.state());
+            let found = decoder.bytes();
+            let odd = found[0].iter().zip(&want[0]).position(|(&f, &w)| f != w && f != PATTERN);
+            assert_eq!(odd, None);
+        }
+    }
+
+    #[test]
+    fn a_prompt_that_fits_to_the_last_cell_and_one_that_does_not() {
+        // 256 cells: the prompt's last token needs one of its own.
+        for kind in memory::available() {
+            let scene = Scene::new(256);
+            let decoder = Decoder::with(&scene, kind, 2, 256, 4096);
+            decoder.refuses(&scene, &[], 76, "256 tokens and the prompt's last one do not fit the decoder's 256 cells");
+            if kind == most_real() {
+                scene.write_ids(&scene.tokens[..255]);
+                let receipt = decoder.run(&scene, &[]).receipt();
+                assert_eq!((&receipt["n_tokens"], &receipt["bytes"]), (&255.into(), &(2 * 2 * 255 * 64).into()));
+            }
+        }
+    }
+
+    /// The kernel's own record of what processes ask of dma-bufs, and what they are answered.
+    struct Trace {
+        instance: PathBuf,
+    }
+
+    /// One entry of it.
+    #[derive(PartialEq, Eq, Debug)]
+    enum Seen {
+        /// `DMA_BUF_IOCTL_SYNC` on a buffer, with these flags.
+        Sync { buffer: String, flags: u64 },
+        /// Anything else.
+        Other(String),
+        /// What the call before returned.
+        Answer(i64),
+    }
+
+    impl Trace {
+        const TRACING: &str = "/sys/kernel/tracing";
+
+        /// Begins it. Only the machine's owner may, so it is begun only where real dma-bufs are promised.
+        fn start() -> Option<Trace> {
+            if !memory::required() {
+                return None;
+            }
+            // The functions below this one are the kernel's to inline.
+            for probe in [
+                "p:share/asked dma_buf_ioctl buffer=$arg1:x64 call=$arg2:x32 flags=+u0($arg3):u64\n",
+                "r:share/answered dma_buf_ioctl answer=$retval:s64\n",
+            ] {
+                let mut file = File::options().append(true).open(format!("{}/kprobe_events", Trace::TRACING)).unwrap();
+                file.write_all(probe.as_bytes()).unwrap();
+            }
+            let instance = PathBuf::from(format!("{}/instances/share", Trace::TRACING));
+            std::fs::create_dir(&instance).unwrap();
+            std::fs::write(instance.join("events/share/enable"), "1").unwrap();
+            Some(Trace { instance })
+        }
+
+        /// What came of a process, in order.
+        fn of(&self, pid: u32) -> Vec<Seen> {
+            let text = std::fs::read_to_string(self.instance.join("trace")).unwrap();
+            // "npu-prefill-57  [001] .....  8.1: asked: (dma_buf_ioctl+0x4/0x1f0) buffer=0xff11 call=0x40086200 flags=2"
+            let seen = |line: &str| {
+                let (who, _) = line.split_once(" [")?;
+                (who.trim().rsplit('-').next()? == pid.to_string()).then_some(())?;
+                let field = |name: &str| Some(line.split_once(name)?.1.split_whitespace().next()?.to_owned());
+                if let Some(answer) = field("answer=") {
+                    return Some(Seen::Answer(answer.parse().ok()?));
+                }
+                match field("call=")?.as_str() {
+                    "0x40086200" => {
+                        Some(Seen::Sync { buffer: field("buffer=")?, flags: field("flags=")?.parse().ok()? })
+                    }
+                    _ => Some(Seen::Other(line.to_owned())),
+                }
+            };
+            text.lines().filter(|l| !l.starts_with('#')).filter_map(seen).collect()
+        }
+    }
+
+    #[test]
+    fn devices_are_told_of_every_region_once_it_is_written_and_of_none_that_is_not() {
+        let Some(trace) = Trace::start() else { return };
+        let scene = Scene::new(40);
+        file_route(&scene, &[]);
+        let (layout, header) = two_regions();
+        let run = |decoder: &Decoder, more: &[&str]| {
+            let child = decoder.start(&scene, more);
+            let pid = child.id();
+            (end(child), trace.of(pid))
+        };
+        for kind in memory::available() {
+            let decoder = Decoder::of(&scene, kind, layout.clone(), &header.to_string());
+            let (ran, seen) = run(&decoder, &[]);
+            ran.receipt();
+            decoder.holds(&scene);
+            if !kind.is_dma_buf() {
+                assert_eq!(seen, []);
+                continue;
+            }
+            // Two regions, begun as the rows come to them, and ended when all rows are there.
+            let buffers: Vec<&String> = seen
+                .iter()
+                .filter_map(|s| if let Seen::Sync { buffer, .. } = s { Some(buffer) } else { None })
+                .collect();
+            assert!(buffers.len() == 4 && buffers[0] != buffers[1], "{kind}: {seen:?}");
+            let sync = |i: usize, flags| [Seen::Sync { buffer: buffers[i].clone(), flags }, Seen::Answer(0)];
+            let want = [sync(0, WRITE), sync(1, WRITE), sync(0, WRITE | END), sync(1, WRITE | END)];
+            assert_eq!(seen, want.into_iter().flatten().collect::<Vec<_>>(), "{kind}");
+
+            // What is refused is not announced either.
+            let (ran, seen) = run(&decoder, &["-c", "1024"]);
+            ran.failed(76, "n_ctx: the header says 512, this program was told 1024");
+            assert_eq!(seen, [], "{kind}");
+        }
+        // Who stops on the way says so of what has been written.
+        let (scene, decoder) = endless();
+        let child = decoder.start(&scene, &[&SLOWLY[..], &["--deadline", "2"]].concat());
+        let pid = child.id();
+        end(child).failed(79, TAINTED);
+        let seen = trace.of(pid);
+        let [Seen::Sync { flags: WRITE, buffer: a }, Seen::Answer(0), Seen::Sync { flags, buffer: b }, Seen::Answer(0)] =
+            &seen[..]
+        else {
+            panic!("{seen:?}");
+        };
+        assert_eq!((*flags, a), (WRITE | END, b));
     }
 }

@@ -311,6 +311,37 @@ fn a_deadline_needs_nobody_to_tell() {
     }
 }
 
+/// So much that a device is told of it in between, and access begins once more.
+#[test]
+fn more_than_a_device_is_told_of_at_once() {
+    let spec = KvSpec { type_k: CacheType::F32, type_v: CacheType::F32, ..dense(1, 4096) };
+    let layout = ShareLayout::compute(&spec, 2304).unwrap();
+    let map = KvMap::shared(&spec, &layout, 2300).unwrap();
+    assert!(map.filled() > 64 << 20 && layout.regions().len() == 1);
+    let rows: Vec<f32> = (0..2300 * 4096).map(|i| i as f32).collect();
+    for kind in memory::available() {
+        let file = View::new(memory::make(kind, layout.size()));
+        let regions = Regions::map(take(&[&file]), &layout, &map, Guard::open()).unwrap();
+        let mut sink = Box::new(Scatter::new(map.clone(), regions).unwrap());
+        for part in [Part::K, Part::V] {
+            for at in [0u32, 1000, 2000] {
+                let to = (at + 1000).min(2300);
+                sink.put_rows(0, part, at..to, &rows[at as usize * 4096..to as usize * 4096]).unwrap();
+            }
+        }
+        assert_eq!(sink.commit().unwrap().bytes, map.filled());
+        for (_, part, w) in map.windows() {
+            for row in [0u64, 999, 1000, 1800, 2299] {
+                let found = file.read((w.offset + row * w.row_bytes) as usize, w.row_bytes as usize);
+                let want = rows[row as usize * 4096..][..4096].iter().flat_map(|v| v.to_le_bytes());
+                assert!(found.into_iter().eq(want), "{kind}: {part}, row {row}");
+            }
+            let after = file.read((w.offset + w.len()) as usize, 4 * 4 * 4096);
+            assert!(after.iter().all(|b| *b == 0), "{kind}: {part}");
+        }
+    }
+}
+
 #[test]
 fn a_value_that_is_not_finite_leaves_the_memory_alone() {
     let spec = dense(1, 1024);

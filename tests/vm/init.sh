@@ -13,6 +13,8 @@ mkdir -p /dev/shm /dev/pts
 mount -t tmpfs -o nosuid,nodev tmpfs /dev/shm
 mount -t devpts devpts /dev/pts
 mount -t tmpfs -o nosuid,nodev,mode=755 tmpfs /run
+# For tests that ask what the kernel was told.
+mount -t tracefs -o nosuid,nodev,noexec tracefs /sys/kernel/tracing
 # A test's own directory may lie under /tmp, and the program itself too: only what is empty is covered.
 [ -n "$(ls -A /tmp)" ] || mount -t tmpfs -o nosuid,nodev tmpfs /tmp
 ln -s /proc/self/fd /dev/fd
