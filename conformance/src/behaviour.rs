@@ -31,9 +31,9 @@ pub struct Reply {
 pub fn compare(control: &Completion, other: &Completion) -> Reply {
     let agreed = control.steps.iter().zip(&other.steps).take_while(|(a, b)| a.id == b.id).count();
     // A reply that was cut at its departure has one step more than agreed. One that was not, and agrees as far as it goes, may
-    // lack its last tokens: a server keeps them back when they end in the middle of a character.
-    let held_back = !other.cut && agreed == other.steps.len() && control.steps.len() - agreed <= 4;
-    let of = if held_back { agreed } else { control.steps.len() };
+    // lack a last step or two: a server may end it within a character.
+    let ended = !other.cut && agreed == other.steps.len() && control.steps.len() - agreed <= 4;
+    let of = if ended { agreed } else { control.steps.len() };
     let gap_at = |i: usize| match (control.steps.get(i), other.steps.get(i)) {
         (Some(a), Some(b)) if a.id != b.id => {
             let theirs = a.top.iter().find(|t| t.0 == b.id).map(|t| t.1);
@@ -101,8 +101,9 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of these replies.
+    /// Of these replies. Those to a control that could not be told say nothing.
     pub fn of(replies: &[Reply]) -> Spread {
+        let replies: Vec<Reply> = replies.iter().copied().filter(|r| r.of > 0).collect();
         let n = replies.len();
         let mean = |f: &dyn Fn(&Reply) -> f64| replies.iter().map(f).sum::<f64>() / n.max(1) as f64;
         let max = |f: &dyn Fn(&Reply) -> f64| replies.iter().map(f).fold(0.0, f64::max);

@@ -84,10 +84,6 @@ pub struct Distances {
     pub row: [f64; 2],
     /// The worst row's 1 - cosine.
     pub one_minus_cos: f64,
-    /// The worst row of a tensor but for one in [`tol::OUTLIERS`], K and V.
-    pub most_rows: [f64; 2],
-    /// The same of 1 - cosine.
-    pub most_one_minus_cos: f64,
     /// The largest difference of one value.
     pub max_abs: f64,
     /// The share of values that are equal.
@@ -103,8 +99,6 @@ impl Distances {
         row0: [0.0; 2],
         row: [0.0; 2],
         one_minus_cos: 0.0,
-        most_rows: [0.0; 2],
-        most_one_minus_cos: 0.0,
         max_abs: 0.0,
         equal: 1.0,
     };
@@ -118,8 +112,6 @@ impl Distances {
             mean: two(self.mean, o.mean),
             row0: two(self.row0, o.row0),
             row: two(self.row, o.row),
-            most_rows: two(self.most_rows, o.most_rows),
-            most_one_minus_cos: self.most_one_minus_cos.max(o.most_one_minus_cos),
             one_minus_cos: self.one_minus_cos.max(o.one_minus_cos),
             max_abs: self.max_abs.max(o.max_abs),
             equal: self.equal.min(o.equal),
@@ -147,16 +139,6 @@ pub fn distances(reference: &State, other: &State, shape: &Shape) -> Result<(Dis
             d.layer0[part] = d.layer0[part].max(e.rel_l2);
             d.row0[part] = d.row0[part].max(e.row_max_rel);
         }
-        if e.rows >= tol::OUTLIERS {
-            let rows = compare::rows(reference, other, e.section, e.layer, e.part)
-                .map_err(|d| anyhow::anyhow!("the rows cannot be compared: {d}"))?;
-            d.most_rows[part] = d.most_rows[part].max(all_but_outliers(rows.iter().map(|r| r.rel_l2)));
-            let cos = all_but_outliers(rows.iter().map(|r| r.one_minus_cos));
-            d.most_one_minus_cos = d.most_one_minus_cos.max(cos);
-        } else {
-            d.most_rows[part] = d.most_rows[part].max(e.row_max_rel);
-            d.most_one_minus_cos = d.most_one_minus_cos.max(e.row_max_one_minus_cos);
-        }
         d.layer[part] = d.layer[part].max(e.rel_l2);
         d.mean[part] += e.rel_l2;
         d.row[part] = d.row[part].max(e.row_max_rel);
@@ -171,13 +153,6 @@ pub fn distances(reference: &State, other: &State, shape: &Shape) -> Result<(Dis
     }
     d.equal = equal as f64 / values.max(1) as f64;
     Ok((d, errors))
-}
-
-/// The largest value when one in [`tol::OUTLIERS`] is left out. Values that are no numbers count as the largest.
-fn all_but_outliers(values: impl Iterator<Item = f64>) -> f64 {
-    let mut sorted: Vec<f64> = values.map(|v| if v.is_nan() { f64::INFINITY } else { v }).collect();
-    sorted.sort_by(|a, b| b.total_cmp(a));
-    sorted.get(sorted.len() / tol::OUTLIERS).copied().unwrap_or(0.0)
 }
 
 /// One number against its limit.
@@ -213,21 +188,16 @@ pub fn judge(d: &Distances, weights: Weights, bf16_cache: bool, noise: &Distance
             put("worst row 1-cos".into(), d.one_minus_cos, t.one_minus_cos * widen);
         }
         None => {
-            let against = |noise: f64, factor: f64, floor: f64| factor * noise.max(floor);
+            let against = |noise: f64, floor: f64| tol::NOISE * noise.max(floor);
             for (i, part) in ["K", "V"].iter().enumerate() {
                 put(format!("layer 0 {part}"), d.layer0[i], tol::QUANTISED_LAYER0[i] * widen);
                 put(format!("worst row of layer 0 {part}"), d.row0[i], tol::QUANTISED_ROW0 * widen);
-                put(format!("mean of layers {part}"), d.mean[i], against(noise.mean[i], tol::NOISE, tol::NOISE_FLOOR));
-                put(format!("worst layer {part}"), d.layer[i], against(noise.layer[i], tol::NOISE, tol::NOISE_FLOOR));
-                put(
-                    format!("worst rows {part}"),
-                    d.most_rows[i],
-                    against(noise.most_rows[i], tol::NOISE, 4.0 * tol::NOISE_FLOOR),
-                );
+                put(format!("mean of layers {part}"), d.mean[i], against(noise.mean[i], tol::NOISE_FLOOR));
+                put(format!("worst layer {part}"), d.layer[i], against(noise.layer[i], tol::NOISE_FLOOR));
+                put(format!("worst row {part}"), d.row[i], against(noise.row[i], 4.0 * tol::NOISE_FLOOR));
             }
             let floor = tol::NOISE_FLOOR * tol::NOISE_FLOOR * 8.0;
-            let noise = against(noise.most_one_minus_cos, tol::NOISE_SQUARED, floor);
-            put("worst rows 1-cos".into(), d.most_one_minus_cos, noise);
+            put("worst row 1-cos".into(), d.one_minus_cos, against(noise.one_minus_cos, floor));
         }
     }
     out

@@ -11,6 +11,9 @@ use serde_json::{Value, json};
 /// How long one request may take: a 2,000-token prefill on one busy core is minutes at worst.
 const REQUEST: Duration = Duration::from_secs(900);
 
+/// What servers up to build 10566 say, with a 500, of a reply that is not whole UTF-8: one that ends within a character.
+const NOT_UTF8: &str = "does not match the expected";
+
 /// A connection to one server.
 #[derive(Clone)]
 pub struct Client {
@@ -34,13 +37,13 @@ pub struct Step {
 /// A reply to a completion.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Completion {
-    /// The generated tokens, in order; fewer than asked for if the reader stopped.
+    /// The generated tokens that end a character, in order; fewer if the reader stopped.
     pub steps: Vec<Step>,
     /// The text of them.
     pub text: String,
-    /// Prompt tokens evaluated; absent when the reader stopped before the end.
+    /// Prompt tokens evaluated.
     pub prompt_n: Option<u32>,
-    /// Prompt tokens taken from the cache; absent likewise.
+    /// Prompt tokens taken from the cache.
     pub cache_n: Option<u32>,
     /// Time the server spent on the prompt.
     pub prompt_ms: Option<f64>,
@@ -135,36 +138,30 @@ impl Client {
         Ok(reply["prompt"].as_str().context("/apply-template answered without a prompt")?.to_owned())
     }
 
-    /// Generates, greedily.
-    pub fn complete(&self, ask: &Ask<'_>) -> Result<Completion> {
-        // A server up to build 10566 answers 500 when a reply ends in the middle of a character; a token or two more helps.
-        let mut last = None;
-        for more in 0..4 {
-            let mut body = self.completion_body(ask, false);
-            body["n_predict"] = json!(ask.n_predict + more);
-            let reply = match self.ask("/completion", &body) {
-                Ok(reply) => reply,
-                Err(e) if e.to_string().contains("does not match the expected") => {
-                    last = Some(e);
-                    continue;
-                }
-                Err(e) => return Err(e),
-            };
-            let mut out = Completion::default();
-            out.text.push_str(reply["content"].as_str().unwrap_or(""));
-            out.add_steps(&reply);
-            out.add_timings(&reply)?;
-            // n_predict 0 still reports the token it would have generated.
-            out.steps.truncate(ask.n_predict as usize);
-            return Ok(out);
-        }
-        Err(last.unwrap_or_else(|| anyhow::anyhow!("POST /completion: no answer")))
+    /// Generates, greedily. `go_on` sees each step as it comes; when it says no, the server is told to stop.
+    ///
+    /// A step is a token that ends a character: the server tells probabilities of those only, and keeps the tokens before them
+    /// back.
+    pub fn complete(&self, ask: &Ask<'_>, go_on: impl FnMut(&Step) -> bool) -> Result<Completion> {
+        let ban: Vec<_> = self.ban.iter().map(|id| json!([id, false])).collect();
+        self.generate(ask, &json!(ban), go_on)
     }
 
-    /// Generates, greedily. `go_on` sees each token as it comes; when it says no, the server is told to stop. Of a reply that
-    /// ends in the middle of a character the last tokens are missing: the server keeps them back.
-    pub fn complete_while(&self, ask: &Ask<'_>, mut go_on: impl FnMut(&Step) -> bool) -> Result<Completion> {
-        let response = self.post("/completion", &self.completion_body(ask, true))?;
+    /// What a server counted of a prompt: the reply to it is made to be one token of plain text. For servers that fail on a
+    /// reply which is no text, and then tell nothing.
+    pub fn count(&self, ask: &Ask<'_>) -> Result<Completion> {
+        let plain = *self.tokenize(" a")?.last().context("a letter is no token")?;
+        let ask = Ask { n_predict: 1, n_probs: 0, ..*ask };
+        self.generate(&ask, &json!([[plain, 1000.0]]), |_| true)
+    }
+
+    fn generate(&self, ask: &Ask<'_>, bias: &Value, mut go_on: impl FnMut(&Step) -> bool) -> Result<Completion> {
+        let body = json!({
+            "prompt": ask.prompt, "n_predict": ask.n_predict, "n_probs": ask.n_probs, "cache_prompt": ask.cache_prompt,
+            "id_slot": ask.slot, "temperature": 0, "ignore_eos": ask.ignore_eos, "stream": true, "timings_per_token": true,
+            "logit_bias": bias,
+        });
+        let response = self.post("/completion", &body)?;
         if response.status().as_u16() != 200 {
             return Err(read(response, "POST /completion").err().unwrap_or_else(|| anyhow::anyhow!("no reason given")));
         }
@@ -173,44 +170,40 @@ impl Client {
         loop {
             let Some(line) = lines.next() else { bail!("the reply to /completion ended without a last message") };
             let line = line.context("reading the reply to /completion")?;
-            if let Some(error) = line.strip_prefix("error: ") {
+            let Some(data) = line.strip_prefix("data: ").or_else(|| line.strip_prefix("error: ")) else { continue };
+            let chunk: Value = serde_json::from_str(data).with_context(|| format!("a chunk of the reply: {data}"))?;
+            let error = if chunk["error"].is_null() { &chunk["message"] } else { &chunk["error"] };
+            if error.to_string().contains(NOT_UTF8) {
+                // Everything was done; only the reply could not be told.
+                return Ok(out);
+            }
+            if !error.is_null() {
                 bail!("POST /completion: {error}");
             }
-            let Some(data) = line.strip_prefix("data: ") else { continue };
-            let chunk: Value = serde_json::from_str(data).context("a chunk of the reply to /completion")?;
-            if !chunk["error"].is_null() {
-                bail!("POST /completion: {}", chunk["error"]);
-            }
             out.text.push_str(chunk["content"].as_str().unwrap_or(""));
-            let seen = out.steps.len();
-            out.add_steps(&chunk);
-            for i in seen..out.steps.len() {
-                if !go_on(&out.steps[i]) {
+            out.add_timings(&chunk);
+            for probs in chunk["completion_probabilities"].as_array().into_iter().flatten() {
+                // n_predict 0 still reports the token it would have generated.
+                let Some(step) = step(probs).filter(|_| ask.n_predict > 0) else { continue };
+                let more = go_on(&step);
+                out.steps.push(step);
+                if !more {
                     // Closing the connection cancels the task; the slot is free after at most one more token.
-                    out.steps.truncate(i + 1);
                     out.cut = true;
                     return Ok(out);
                 }
             }
             if chunk["stop"].as_bool() == Some(true) {
-                out.add_timings(&chunk)?;
+                ensure!(out.prompt_n.is_some(), "/completion answered without timings.prompt_n");
                 return Ok(out);
             }
         }
     }
 
-    fn completion_body(&self, ask: &Ask<'_>, stream: bool) -> Value {
-        json!({
-            "prompt": ask.prompt, "n_predict": ask.n_predict, "n_probs": ask.n_probs, "cache_prompt": ask.cache_prompt,
-            "id_slot": ask.slot, "temperature": 0, "ignore_eos": ask.ignore_eos, "return_tokens": true, "stream": stream,
-            "logit_bias": self.ban.iter().map(|id| json!([id, false])).collect::<Vec<_>>(),
-        })
-    }
-
     /// Evaluates a prompt and generates nothing.
     pub fn prefill(&self, prompt: &[i32], slot: u32) -> Result<Completion> {
         let ask = Ask { prompt, n_predict: 0, n_probs: 0, cache_prompt: false, slot, ignore_eos: true };
-        self.complete(&ask)
+        self.complete(&ask, |_| true)
     }
 
     /// Saves a slot to a file in the server's slot directory.
@@ -260,31 +253,21 @@ fn ids(value: &Value) -> Result<Vec<i32>> {
 }
 
 impl Completion {
-    fn add_steps(&mut self, chunk: &Value) {
-        let probs = chunk["completion_probabilities"].as_array();
-        let tokens = ids(&chunk["tokens"]).unwrap_or_default();
-        self.steps.extend(tokens.iter().enumerate().map(|(i, &id)| step(id, probs.and_then(|p| p.get(i)))));
-    }
-
-    fn add_timings(&mut self, chunk: &Value) -> Result<()> {
+    fn add_timings(&mut self, chunk: &Value) {
         let timings = &chunk["timings"];
-        self.prompt_n = timings["prompt_n"].as_u64().map(|n| n as u32);
-        self.cache_n = timings["cache_n"].as_u64().map(|n| n as u32);
-        self.prompt_ms = timings["prompt_ms"].as_f64();
-        ensure!(self.prompt_n.is_some(), "/completion answered without timings.prompt_n");
-        Ok(())
+        let number = |key: &str| timings[key].as_u64().and_then(|n| u32::try_from(n).ok());
+        self.prompt_n = number("prompt_n").or(self.prompt_n);
+        self.cache_n = number("cache_n").or(self.cache_n);
+        self.prompt_ms = timings["prompt_ms"].as_f64().or(self.prompt_ms);
     }
 }
 
-fn step(id: i32, probs: Option<&Value>) -> Step {
+fn step(probs: &Value) -> Option<Step> {
     let pair = |v: &Value| Some((v["id"].as_i64()? as i32, v["logprob"].as_f64()?));
-    let mut top: Vec<_> = probs
-        .and_then(|p| p["top_logprobs"].as_array())
-        .map(|a| a.iter().filter_map(pair).collect())
-        .unwrap_or_default();
+    let (id, logprob) = pair(probs)?;
+    let mut top: Vec<_> = probs["top_logprobs"].as_array()?.iter().filter_map(pair).collect();
     top.sort_by(|a: &(i32, f64), b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-    let logprob = probs.and_then(|p| p["logprob"].as_f64()).unwrap_or(f64::NAN);
-    Step { id, logprob, top }
+    Some(Step { id, logprob, top })
 }
 
 fn slot_reply(reply: &Value, tokens: &str, bytes: &str, ms: &str) -> Result<SlotReply> {

@@ -148,14 +148,14 @@ fn hand_over(server: &mut Server, build: &Build, model: &Path, demo: &Demo) -> R
     };
     let restored = client.restore(0, "prompt.bin")?;
     let mut ask = Ask { prompt: &ids, n_predict: REPLY, n_probs: 5, cache_prompt: true, slot: 0, ignore_eos: false };
-    let handed = client.complete(&ask)?;
+    let handed = client.complete(&ask, |_| true)?;
     client.erase(0)?;
 
     client.prefill(handed_ids, 0)?;
-    let control = client.complete(&ask)?;
+    let control = client.complete(&ask, |_| true)?;
     client.erase(0)?;
     ask.cache_prompt = false;
-    let plain = client.complete(&ask)?;
+    let plain = client.complete(&ask, |_| true)?;
 
     let window = Shape::of(&Gguf::open(model)?).ok().and_then(|s| s.window);
     Ok(Outcome {

@@ -444,9 +444,13 @@ impl<'a> Runner<'a> {
             slot: 0,
             ignore_eos: true,
         };
-        let control = client.complete(&ask)?;
+        let control = client.complete(&ask, |_| true)?;
         let mut notes = Vec::new();
-        if control.prompt_n != Some(1) {
+        if control.steps.is_empty() {
+            notes.push(
+                "the control's reply begins with bytes that are no text, which this server cannot tell".to_owned(),
+            );
+        } else if control.prompt_n != Some(1) {
             notes.push(format!(
                 "no control: the server evaluated {:?} tokens of its own prefill again",
                 control.prompt_n
@@ -454,7 +458,7 @@ impl<'a> Runner<'a> {
         }
         client.erase(0)?;
         ask.cache_prompt = false;
-        let cold = client.complete_while(&ask, until_departure(&control))?;
+        let cold = client.complete(&ask, until_departure(&control))?;
         client.erase(0)?;
         let cold_reply = behaviour::compare(&control, &cold);
         Ok(Reference {
@@ -487,7 +491,7 @@ impl<'a> Runner<'a> {
     fn noise(&self, references: &mut [Reference]) -> Result<()> {
         let mut server = self.start("c", |o| o.n_ubatch = SMALL_BATCH)?;
         for r in references.iter_mut() {
-            let variant = self.variant(&server, r, self.case.greedy);
+            let variant = self.variant(&server, r);
             let (d, reply) =
                 server.explain(variant).with_context(|| format!("prompt {} in batches of {SMALL_BATCH}", r.name))?;
             r.noise = r.noise.max(d);
@@ -498,7 +502,7 @@ impl<'a> Runner<'a> {
         let mut server = self.start("d", |o| o.flash_attn = !o.flash_attn)?;
         // The yardstick is the worst of all prompts; the longest are the dearest here, and not the noisiest.
         for r in references.iter_mut().filter(|r| all_long || r.ids.len() <= LONG) {
-            let variant = self.variant(&server, r, 1);
+            let variant = self.variant(&server, r);
             let (d, reply) =
                 server.explain(variant).with_context(|| format!("prompt {} with the other attention", r.name))?;
             r.noise = r.noise.max(d);
@@ -507,7 +511,7 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    fn variant(&self, server: &Server, r: &Reference, n_predict: u32) -> Result<(Distances, Reply)> {
+    fn variant(&self, server: &Server, r: &Reference) -> Result<(Distances, Reply)> {
         let client = &server.client;
         client.erase(0)?;
         client.prefill(&r.ids[..r.ids.len() - 1], 0)?;
@@ -520,13 +524,15 @@ impl<'a> Runner<'a> {
         };
         let (d, _) = check::distances(&read(&r.file)?, &read(&path)?, &self.shape)?;
         fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
-        let ask = Ask { prompt: &r.ids, n_predict, n_probs: tol::TOP, cache_prompt: true, slot: 0, ignore_eos: true };
-        let mut reply = if n_predict == 1 {
-            behaviour::compare(&r.control, &client.complete(&ask)?)
-        } else {
-            behaviour::compare(&r.control, &client.complete_while(&ask, until_departure(&r.control))?)
+        let ask = Ask {
+            prompt: &r.ids,
+            n_predict: self.case.greedy,
+            n_probs: tol::TOP,
+            cache_prompt: true,
+            slot: 0,
+            ignore_eos: true,
         };
-        reply.of = reply.of.min(n_predict as usize);
+        let reply = behaviour::compare(&r.control, &client.complete(&ask, until_departure(&r.control))?);
         client.erase(0)?;
         Ok((d, reply))
     }
@@ -553,16 +559,14 @@ impl<'a> Runner<'a> {
         };
         // Where the server computes everything again, the reply is the cold one.
         let against = if p.want_prompt_n == 1 { &r.control } else { &r.cold };
-        let reply = client.complete_while(&ask, until_departure(against))?;
-        let (prompt_n, cache_n) = match reply.prompt_n.zip(reply.cache_n) {
-            Some(t) => t,
-            None => {
-                // The reply was cut where it departed, and the timings come last: ask again, for one token.
-                client.restore(0, name)?;
-                let again = client.complete(&Ask { n_predict: 1, ..ask })?;
-                (again.prompt_n.unwrap_or(0), again.cache_n.unwrap_or(0))
-            }
-        };
+        let reply = client.complete(&ask, until_departure(against))?;
+        let mut counts = reply.prompt_n.zip(reply.cache_n);
+        if counts.is_none() {
+            client.restore(0, name)?;
+            let counted = client.count(&ask)?;
+            counts = counted.prompt_n.zip(counted.cache_n);
+        }
+        let (prompt_n, cache_n) = counts.context("the server does not say what it evaluated")?;
         (p.prompt_n, p.cache_n) = (prompt_n, cache_n);
         p.handed = Some(behaviour::compare(against, &reply));
         if p.want_prompt_n != 1 {
@@ -603,30 +607,14 @@ impl<'a> Runner<'a> {
         let (h, c, s, a) = (report.handed, report.cold, report.small_batch, report.other_attention);
         let mut reasons = Vec::new();
         let mut fail = |text: String| reasons.push(text);
-        let against = |what: &str, value: f64, own: f64| {
-            let limit = tol::NOISE * own.max(tol::KL_FLOOR);
-            // Written so that a value that is no number fails.
-            if value <= limit { None } else { Some(format!("{what} is {value:.3e}, the limit {limit:.3e}")) }
-        };
-        // On short prompts all variants of a server may run the same code. Those say nothing of what is usual, only the largest
-        // divergence is theirs too.
-        let varied: Vec<&PromptReport> = report
-            .prompts
-            .iter()
-            .filter(|p| p.want_prompt_n == 1 && p.handed.is_some())
-            .filter(|p| [p.small_batch, p.other_attention].iter().flatten().any(|r| r.kl > 0.0))
-            .collect();
-        let mean =
-            |f: &dyn Fn(&PromptReport) -> Option<Reply>| average(varied.iter().filter_map(|p| f(p)).map(|r| r.kl));
-        let own_mean = mean(&|p| p.cold).max(mean(&|p| p.small_batch)).max(mean(&|p| p.other_attention));
-        for text in [
-            against("mean divergence of the next token", mean(&|p| p.handed), own_mean),
-            against("largest divergence of the next token", h.kl_max, c.kl_max.max(s.kl_max).max(a.kl_max)),
-        ]
-        .into_iter()
-        .flatten()
-        {
-            fail(text);
+        for (what, value, own) in [
+            ("mean divergence of the next token", h.kl_mean, [c.kl_mean, s.kl_mean, a.kl_mean]),
+            ("largest divergence of the next token", h.kl_max, [c.kl_max, s.kl_max, a.kl_max]),
+        ] {
+            let limit = tol::NOISE * own.into_iter().fold(tol::KL_FLOOR, f64::max);
+            if value.is_nan() || value > limit {
+                fail(format!("{what} is {value:.3e}, the limit {limit:.3e}"));
+            }
         }
         let spread = (tol::NOISE * c.dlogp_max.max(s.dlogp_max).max(a.dlogp_max)).max(tol::TIE);
         for p in report.prompts.iter().filter(|p| p.want_prompt_n == 1) {
@@ -644,21 +632,15 @@ impl<'a> Runner<'a> {
                 ));
             }
         }
-        // A cold reply has the control's keys and values but for the last token, so its text stays longer than any other's can;
-        // the measure is the text from the server's other keys and values.
-        let batches: Vec<(Reply, Reply)> =
-            varied.iter().filter_map(|p| p.handed.zip(p.small_batch.filter(|r| r.kl > 0.0))).collect();
-        let mine = Departures::of(batches.iter().map(|b| b.0));
-        let own = Departures::of(batches.iter().map(|b| b.1));
-        let limit = own.limit();
+        let mine = Departures::of(&handed);
+        let own = [&cold, &small, &attention].map(|replies| Departures::of(replies));
+        let limit = own.iter().map(Departures::limit).fold(0.0, f64::max);
         if self.shape.weights != Weights::F32 && mine.rate() > limit {
             fail(format!(
-                "texts depart from the control every {:.1} tokens, those from the server's small batches every {:.1}; the limit is \
-                 {:.1} ({} prompts)",
+                "texts depart from the control every {:.1} tokens, those of the server's variants every {}; the limit is {:.1}",
                 1.0 / mine.rate(),
-                1.0 / own.rate(),
+                own.map(|d| format!("{:.1}", 1.0 / d.rate())).join(", "),
                 1.0 / limit,
-                batches.len()
             ));
         }
         report.reasons.extend(reasons);
@@ -672,7 +654,7 @@ struct Departures {
 }
 
 impl Departures {
-    fn of(replies: impl Iterator<Item = Reply>) -> Departures {
+    fn of(replies: &[Reply]) -> Departures {
         let mut d = Departures { departed: 0.0, tokens: 0.0 };
         for r in replies {
             d.departed += f64::from(u8::from(r.agreed < r.of));
@@ -690,14 +672,6 @@ impl Departures {
     fn limit(&self) -> f64 {
         self.departed.max(1.0) / self.tokens.max(1.0) * tol::NOISE
     }
-}
-
-fn average(values: impl Iterator<Item = f64>) -> f64 {
-    let (mut n, mut sum) = (0usize, 0.0);
-    for v in values {
-        (n, sum) = (n + 1, sum + v);
-    }
-    if n == 0 { 0.0 } else { sum / n as f64 }
 }
 
 /// The failed measures, one line for each kind with its worst value.

@@ -38,20 +38,12 @@ pub const QUANTISED_LAYER0: [f64; 2] = [2e-3, 4e-3];
 /// Any single row of layer 0 of such models. A single wrong id of a prompt is above 0.9.
 pub const QUANTISED_ROW0: f64 = 5e-2;
 
-/// Quantised models have single positions where rounding decides between two different states: on Gemma 3 270M one position of
-/// 2,000 is the worst of every pair of server variants (0.36 in V), and twice as far away on the other side. So the rows of a long
-/// prompt are judged without the worst one in this many, the server's noise likewise. Rows of layer 0 are all judged.
-pub const OUTLIERS: usize = 500;
-
 /// Limits for exact weights as multiples where a cache is bf16: its steps are eight times those of f16, so that two values just
 /// left and right of a step are stored eight times as far apart.
 pub const BF16_CACHE: f64 = 8.0;
 
 /// How much farther from the server than the server from itself a result may be.
 pub const NOISE: f64 = 1.5;
-
-/// The same on the scale of 1 - cosine, which grows with the square of the distance.
-pub const NOISE_SQUARED: f64 = NOISE * NOISE;
 
 /// Below this a server's own noise is not a yardstick: on prompts of a few tokens its variants may happen to run the same code.
 pub const NOISE_FLOOR: f64 = 2e-3;
