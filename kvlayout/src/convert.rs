@@ -18,9 +18,11 @@ pub(crate) fn not_finite(ty: CacheType, values: &[f32]) -> Option<usize> {
         _ => f32::INFINITY.to_bits(),
     };
     let magnitude = |v: &f32| v.to_bits() & 0x7fff_ffff;
-    // One pass without a branch finds the usual case, that there is none.
-    let most = values.iter().map(magnitude).fold(0, u32::max);
-    if most < limit { None } else { values.iter().position(|v| magnitude(v) >= limit) }
+    // One pass without a branch finds the usual case, that there is none. Both sides are positive as signed numbers, which every
+    // x86-64 compares several at a time; unsigned ones it does not.
+    let reaches = |v: &f32| magnitude(v).cast_signed() >= limit.cast_signed();
+    let any = values.iter().fold(0, |any, v| any | i32::from(reaches(v)));
+    if any == 0 { None } else { values.iter().position(reaches) }
 }
 
 /// Makes `out` the bytes of `values`, rounded to nearest, ties to even.

@@ -221,7 +221,7 @@ rm -rf "$root"
 # The machine: the kernel talks on the first serial line, the program on the second, so neither gets into the other's.
 
 qemu=(
-    # Both processors by one thread: with one each, one boot in about a hundred ended in a panic in the middle of code that the
+    # Both processors by one thread: with one each, one boot of about sixty ended in a panic in the middle of code that the
     # kernel was patching, which a real processor does not do. The tests take the same time.
     qemu-system-x86_64 -accel tcg,thread=single -M pc -cpu max -smp 2 -m "$memory"
     -no-user-config -nodefaults -no-reboot -display none

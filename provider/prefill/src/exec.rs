@@ -93,16 +93,26 @@ fn ms(d: Duration) -> f64 {
     d.as_secs_f64() * 1e3
 }
 
+/// What queries are rounded to before they meet keys. ggml's tiled attention, which takes batches of 64 rows and more,
+/// keeps them f32; it exists for caches whose keys and values are both f16 or both f32 (`use_tiled` in
+/// `ggml_compute_forward_flash_attn_ext_f16`). For others, queries become what the keys are.
+fn round_q(options: &Options) -> Precision {
+    match (options.type_k, options.type_v) {
+        (CacheType::F16, CacheType::F16) | (CacheType::F32, CacheType::F32) => Precision::F32,
+        (keys, _) => precision(keys),
+    }
+}
+
 /// Buffers and state of one run. Row-major, one row per position of the chunk unless said otherwise.
 struct Run<'a, K> {
     kernel: K,
     pool: &'a Pool,
     model: &'a Model<'a>,
     tokens: &'a [u32],
-    /// What attention's keys and values are rounded to: the decoder reads them back from its cache. Queries stay f32,
-    /// as in ggml's tiled attention (64 rows of a batch and more).
+    /// What attention's keys and values are rounded to: the decoder reads them back from its cache.
     round_k: Precision,
     round_v: Precision,
+    round_q: Precision,
     /// The residual stream of every position.
     x: Vec<f32>,
     q: Vec<f32>,
@@ -149,6 +159,7 @@ impl<'a, K: Kernel> Run<'a, K> {
             tokens,
             round_k: precision(options.type_k),
             round_v: precision(options.type_v),
+            round_q: round_q(options),
             x: vec![0.0; tokens.len() * spec.n_embd],
             q: vec![0.0; m * q * spec.head_k],
             k: vec![0.0; m * kv * spec.head_k],
@@ -269,7 +280,7 @@ impl<'a, K: Kernel> Run<'a, K> {
         let n_rot = spec.ropes[l.rope].n_rot;
         let (nq, nk, nv) = (if last { 0 } else { l.n_head * hk }, l.n_head_kv * hk, l.n_head_kv * hv);
         // Norm and rotation, in place.
-        let (kernel, table) = (self.kernel, &self.table);
+        let (kernel, table, round_q) = (self.kernel, &self.table, self.round_q);
         let turn = |i: usize, heads: &mut [f32], norm: Option<&Vec<f32>>| {
             let (cos, sin) = table[i * n_rot..][..n_rot].split_at(n_rot / 2);
             kernel.rows(|| {
@@ -294,6 +305,7 @@ impl<'a, K: Kernel> Run<'a, K> {
         self.pool.for_each_mut(&mut rows, |i, (q, k)| {
             turn(i, q, w.attn_q_norm.as_ref());
             turn(i, k, w.attn_k_norm.as_ref());
+            SCRATCH.with_borrow_mut(|(_, half)| rowops::round_to(round_q, q, half));
         });
         drop(rows);
 
