@@ -3,8 +3,11 @@
 #![allow(dead_code)]
 
 use std::ffi::OsStr;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::LazyLock;
 
 use gguf::GgmlType;
 use gguf::write::Writer;
@@ -156,11 +159,35 @@ pub fn check_state(path: &Path, tokens: &[i32]) -> State {
     state
 }
 
-/// The program with nothing in its environment.
+/// The program with nothing in its environment, heeding all signals. It keeps to what it inherits, and a shell makes what it
+/// starts in the background ignore SIGINT, nohup SIGHUP: the tests may have been started so.
 pub fn program() -> Command {
-    let mut c = Command::new(BIN);
+    let mut c = if ignores_signals() { Command::new(heeding_signals()) } else { Command::new(BIN) };
     c.env_clear();
     c
+}
+
+/// Whether this process ignores SIGHUP or SIGINT, the lowest two bits of a mask.
+fn ignores_signals() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap() & 0b11 != 0
+}
+
+/// A script that becomes the program, with the same arguments, after setting both signals right.
+fn heeding_signals() -> &'static Path {
+    static SCRIPT: LazyLock<PathBuf> = LazyLock::new(|| {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        // Whole when it gets its name, and the name is not another test binary's.
+        let script = dir.join(format!("heeding-signals-{}", std::process::id()));
+        let text = format!("#!/bin/sh\nexec /usr/bin/env --default-signal=HUP,INT '{BIN}' \"$@\"\n");
+        let mut file = tempfile::NamedTempFile::new_in(dir).unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        std::fs::set_permissions(file.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        file.into_temp_path().persist(&script).unwrap();
+        script
+    });
+    &SCRIPT
 }
 
 /// How a run ended.
