@@ -3,6 +3,7 @@
 //! A tile holds [`TILE_ROWS`] rows so that a kernel can broadcast the same input of each row from neighbouring words.
 //! Rows past the end of the matrix are zeros.
 
+use super::panel::CodePanel;
 use super::{Kernel, Pool, TILE_ROWS};
 use crate::weight::{ActKind, CodeForm, WeightType};
 use half::{bf16, f16};
@@ -56,6 +57,24 @@ impl CodeTile {
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn block(&self) -> usize {
         self.block
+    }
+
+    /// What kernels with raw pointers rely on: the panel has this tile's inputs, and all buffers that a product with it
+    /// reads are as long as their documentation says. `form` is the index of the panel's form among the tile's.
+    ///
+    /// # Panics
+    /// When it is otherwise, which is a mistake in this crate.
+    pub(crate) fn assert_fits(&self, form: usize, panel: &CodePanel) {
+        let (k, extra) = (panel.k, &self.extras[form]);
+        let n_sub = k / panel.form.sub;
+        assert_eq!(self.k, k, "inputs of tile and panel");
+        assert!(self.words.len() >= k / 4 * TILE_ROWS && panel.codes.len() >= k / 4);
+        assert!(self.scales.len() >= k / 32 * TILE_ROWS && panel.scales.len() >= n_sub);
+        if panel.form.has_min {
+            assert!(extra.sums.len() >= n_sub * TILE_ROWS && panel.mins.len() >= n_sub);
+        } else {
+            assert!(extra.start.len() >= n_sub * TILE_ROWS);
+        }
     }
 
     /// Stores 32 rounded values, block `b` of row `i`, and what follows from them: `half_sums` are the sums of the first

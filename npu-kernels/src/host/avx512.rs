@@ -35,11 +35,11 @@ unsafe impl Kernel for Avx512 {
     }
 
     fn mul_codes(self, tile: &CodeTile, form: usize, panel: &CodePanel, out: &mut TileOut) {
-        mul_panels::<1, 12>(self, tile, form, [panel], [out]);
+        mul_panels::<1, TILE_ROWS>(self, tile, form, [panel], [out]);
     }
 
     fn mul_code_pair(self, tile: &CodeTile, form: usize, panels: &[CodePanel; 2], out: &mut [TileOut; 2]) {
-        mul_panels::<2, 6>(self, tile, form, panels.each_ref(), out.each_mut());
+        mul_panels::<2, { TILE_ROWS / 2 }>(self, tile, form, panels.each_ref(), out.each_mut());
     }
 
     fn mul_floats(self, tile: &FloatTile, panel: &FloatPanel, out: &mut TileOut) {
@@ -241,27 +241,20 @@ fn mul_panels<const P: usize, const R: usize>(
     panels: [&CodePanel; P],
     out: [&mut TileOut; P],
 ) {
-    let extra = &tile.extras[form];
-    let (k, form) = (panels[0].k, panels[0].form);
-    let n_sub = k / form.sub;
     assert!(TILE_ROWS.is_multiple_of(R), "a tile in equal parts");
-    assert_eq!(tile.k(), k, "inputs of tile and panel");
-    assert!(tile.words.len() >= k / 4 * TILE_ROWS && tile.scales.len() >= k / 32 * TILE_ROWS);
     for panel in panels {
-        assert!(panel.k == k && panel.form == form, "panels of one shape");
-        assert!(panel.codes.len() >= k / 4 && panel.scales.len() >= n_sub);
-        assert!(!form.has_min || panel.mins.len() >= n_sub);
+        assert!(panel.form == panels[0].form, "panels of one form");
+        tile.assert_fits(form, panel);
     }
+    let (extra, form) = (&tile.extras[form], panels[0].form);
     // SAFETY: the first argument proves the instructions; the lengths checked here are all that the loops read.
     unsafe {
         if form.has_min {
-            assert!(extra.sums.len() >= n_sub * TILE_ROWS);
             match form.sub {
                 32 => mul_codes::<32, true, P, R>(tile, extra.sums.as_ptr().cast(), panels, out),
                 _ => mul_codes::<16, true, P, R>(tile, extra.sums.as_ptr().cast(), panels, out),
             }
         } else {
-            assert!(extra.start.len() >= n_sub * TILE_ROWS);
             match form.sub {
                 32 => mul_codes::<32, false, P, R>(tile, extra.start.as_ptr(), panels, out),
                 _ => mul_codes::<16, false, P, R>(tile, extra.start.as_ptr(), panels, out),

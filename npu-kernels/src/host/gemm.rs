@@ -66,9 +66,10 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, job: &Job<'_>, first: usize
     let (tiles, form) = acts.tiles_for(ty).expect("activations made for this weight type");
     let mut out: [TileOut; PANELS] = [[[0.0; PANEL_COLS]; TILE_ROWS]; PANELS];
     let firsts: [usize; PANELS] = std::array::from_fn(|p| first + p * PANEL_COLS);
-    let both = firsts[PANELS - 1] < job.weight.n();
+    // The last task may have one panel only.
+    let panels = (job.weight.n() - first).div_ceil(PANEL_COLS).min(PANELS);
     let store = |t: usize, out: &mut [TileOut; PANELS]| {
-        for (first, out) in firsts.into_iter().zip(out).take(if both { PANELS } else { 1 }) {
+        for (first, out) in firsts.into_iter().zip(out).take(panels) {
             if let Some(bias) = job.bias {
                 let bias = &bias[first..bias.len().min(first + PANEL_COLS)];
                 for line in out.iter_mut() {
@@ -82,12 +83,12 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, job: &Job<'_>, first: usize
     };
     ROOM.with_borrow_mut(|(codes, floats)| match tiles {
         Tiles::Codes(tiles) => {
-            for (panel, first) in codes.iter_mut().zip(firsts).filter(|(_, first)| *first < job.weight.n()) {
+            for (panel, first) in codes.iter_mut().zip(firsts).take(panels) {
                 panel.shape(job.weight.k(), ty.code_form().expect("a type with codes"));
                 kernel.decode_codes(&job.weight, first, panel);
             }
             for (t, tile) in range.clone().zip(&tiles[range]) {
-                if both {
+                if panels == PANELS {
                     kernel.mul_code_pair(tile, form, codes, &mut out);
                 } else {
                     kernel.mul_codes(tile, form, &codes[0], &mut out[0]);
@@ -96,12 +97,12 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, job: &Job<'_>, first: usize
             }
         }
         Tiles::Floats(tiles) => {
-            for (panel, first) in floats.iter_mut().zip(firsts).filter(|(_, first)| *first < job.weight.n()) {
+            for (panel, first) in floats.iter_mut().zip(firsts).take(panels) {
                 panel.shape(job.weight.k());
                 kernel.decode_floats(&job.weight, first, panel);
             }
             for (t, tile) in range.clone().zip(&tiles[range]) {
-                if both {
+                if panels == PANELS {
                     kernel.mul_float_pair(tile, floats, &mut out);
                 } else {
                     kernel.mul_floats(tile, &floats[0], &mut out[0]);

@@ -26,16 +26,7 @@ unsafe impl Kernel for Neon {
     }
 
     fn mul_codes(self, tile: &CodeTile, form: usize, panel: &CodePanel, out: &mut TileOut) {
-        let n_sub = panel.k / panel.form.sub;
-        assert_eq!(tile.k(), panel.k, "inputs of tile and panel");
-        assert!(tile.words.len() >= panel.k / 4 * TILE_ROWS && panel.codes.len() >= panel.k / 4);
-        assert!(tile.scales.len() >= panel.k / 32 * TILE_ROWS && panel.scales.len() >= n_sub);
-        let extra = &tile.extras[form];
-        if panel.form.has_min {
-            assert!(extra.sums.len() >= n_sub * TILE_ROWS && panel.mins.len() >= n_sub);
-        } else {
-            assert!(extra.start.len() >= n_sub * TILE_ROWS);
-        }
+        tile.assert_fits(form, panel);
         // SAFETY: `self` proves the instructions; the lengths checked above are all that the loops read.
         unsafe { mul_codes(tile, form, panel, out) }
     }
