@@ -2,7 +2,8 @@
 //!
 //! The control is the same server in the same situation: it prefilled all ids but the last itself and then got the whole
 //! prompt, so that it evaluates one token, as it does after a handoff. A cold server differs from the control, because there
-//! the last token runs in other kernels; that difference, and the one between batch sizes, is what a handoff is measured by.
+//! the last token runs in other kernels; that difference, and those between batch sizes and kinds of attention, are what a
+//! handoff is measured by.
 
 use serde::Serialize;
 

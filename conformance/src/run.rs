@@ -436,14 +436,7 @@ impl<'a> Runner<'a> {
         let name = format!("{}.bin", prompt.name);
         let saved = client.save(0, &name)?;
         ensure!(saved.tokens == handed.len() as u64, "saved {} tokens of {}", saved.tokens, handed.len());
-        let mut ask = Ask {
-            prompt: &ids,
-            n_predict: self.case.greedy,
-            n_probs: tol::TOP,
-            cache_prompt: true,
-            slot: 0,
-            ignore_eos: true,
-        };
+        let mut ask = self.ask(&ids);
         let control = client.complete(&ask, |_| true)?;
         let mut notes = Vec::new();
         if control.steps.is_empty() {
@@ -524,17 +517,15 @@ impl<'a> Runner<'a> {
         };
         let (d, _) = check::distances(&read(&r.file)?, &read(&path)?, &self.shape)?;
         fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
-        let ask = Ask {
-            prompt: &r.ids,
-            n_predict: self.case.greedy,
-            n_probs: tol::TOP,
-            cache_prompt: true,
-            slot: 0,
-            ignore_eos: true,
-        };
+        let ask = self.ask(&r.ids);
         let reply = behaviour::compare(&r.control, &client.complete(&ask, until_departure(&r.control))?);
         client.erase(0)?;
         Ok((d, reply))
+    }
+
+    /// What every server is asked: the case's tokens, greedily, on top of what its slot holds.
+    fn ask<'p>(&self, prompt: &'p [i32]) -> Ask<'p> {
+        Ask { prompt, n_predict: self.case.greedy, n_probs: tol::TOP, cache_prompt: true, slot: 0, ignore_eos: true }
     }
 
     /// Restores a file and asks for the reply.
@@ -549,14 +540,7 @@ impl<'a> Runner<'a> {
             restored.tokens,
             r.ids.len() - 1
         );
-        let ask = Ask {
-            prompt: &r.ids,
-            n_predict: self.case.greedy,
-            n_probs: tol::TOP,
-            cache_prompt: true,
-            slot: 0,
-            ignore_eos: true,
-        };
+        let ask = self.ask(&r.ids);
         // Where the server computes everything again, the reply is the cold one.
         let against = if p.want_prompt_n == 1 { &r.control } else { &r.cold };
         let reply = client.complete(&ask, until_departure(against))?;
@@ -668,8 +652,11 @@ impl Departures {
         self.departed / self.tokens.max(1.0)
     }
 
-    /// The most that another's rate may be.
+    /// The most that another's rate may be: nothing, where there was nothing to measure.
     fn limit(&self) -> f64 {
+        if self.tokens == 0.0 {
+            return 0.0;
+        }
         self.departed.max(1.0) / self.tokens.max(1.0) * tol::NOISE
     }
 }
