@@ -16,7 +16,7 @@ use prefill::{Options, Timings};
 use crate::engine::{Engine, Estimate, Prepared, Prompt};
 use crate::exit::{self, Error, Kind, Result};
 use crate::job::{Compute, Decoder, Ends, Job, Route};
-use crate::receipt::{Receipt, ms, peak_rss, round};
+use crate::receipt::{Receipt, ms, round};
 use crate::say::{bytes, is_terminal, say, say_if_room};
 use crate::signals::Watch;
 use crate::{file, ids, memory, share};
@@ -155,7 +155,7 @@ impl<'a> Ready<'a> {
             cache_type_k: type_k.to_string(),
             cache_type_v: type_v.to_string(),
             flash_attn: !self.decoder.v_trans,
-            peak_rss_bytes: peak_rss(),
+            peak_rss_bytes: memory::peak_rss(),
             memory_estimate_bytes: work.estimate.total(),
             out: None,
             npu_prefill: crate::cli::VERSION,

@@ -1,5 +1,5 @@
-//! How much memory this process may still take: the least of what the machine has free, what its control groups leave
-//! and what its resource limits leave. A limit that cannot be read is no limit.
+//! How much memory this process has taken and may still take: the least of what the machine has free, what its control
+//! groups leave and what its resource limits leave. A limit that cannot be read is no limit.
 
 use std::fmt;
 use std::fs;
@@ -42,6 +42,11 @@ pub fn room() -> Option<Room> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let groups = groups_of(&groups, Path::new("/sys/fs/cgroup"));
     system.into_iter().chain(space).chain(groups).min_by_key(|room| room.bytes)
+}
+
+/// The high-water mark of what was resident.
+pub fn peak_rss() -> Option<u64> {
+    kilobytes(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
 fn system() -> Option<u64> {
@@ -90,6 +95,11 @@ fn groups_of(membership: &str, root: &Path) -> Vec<Room> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_peak_is_known_here() {
+        assert!(super::peak_rss().unwrap() > 1 << 20);
+    }
 
     #[test]
     fn the_system_says_something() {

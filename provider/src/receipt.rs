@@ -1,6 +1,5 @@
 //! The line on stdout that says a handoff was made.
 
-use std::path::Path;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -82,19 +81,4 @@ pub fn ms(d: Duration) -> f64 {
 /// To three decimals; whatever is not finite is 0, since JSON has no word for it.
 pub fn round(value: f64) -> f64 {
     if value.is_finite() { (value * 1e3).round() / 1e3 } else { 0.0 }
-}
-
-/// The process's high-water mark of resident memory.
-pub fn peak_rss() -> Option<u64> {
-    let status = std::fs::read_to_string(Path::new("/proc/self/status")).ok()?;
-    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:"))?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_peak_is_known_here() {
-        assert!(super::peak_rss().unwrap() > 1 << 20);
-    }
 }
