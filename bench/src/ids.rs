@@ -4,39 +4,17 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
+use conformance::fixtures::Rng;
 use gguf::Gguf;
 
-/// A small generator of numbers that look random (SplitMix64).
-pub struct Rng(u64);
-
-impl Rng {
-    /// From a seed.
-    pub fn new(seed: u64) -> Rng {
-        Rng(seed)
-    }
-
-    /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `n`; 0 when `n` is.
-    pub fn below(&mut self, n: u32) -> u32 {
-        ((u128::from(self.next()) * u128::from(n)) >> 64) as u32
-    }
-
-    /// A number between -1 and 1.
-    pub fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u32 << 23) as f32 - 1.0
-    }
+/// A number between -1 and 1.
+pub fn unit(rng: &mut Rng) -> f32 {
+    (rng.next_u64() >> 40) as f32 / (1u32 << 23) as f32 - 1.0
 }
 
 /// `n` ids of a vocabulary of `n_vocab`.
 pub fn prompt(n: u32, n_vocab: u32) -> Vec<u32> {
-    let mut rng = Rng::new(u64::from(n));
+    let mut rng = Rng::new(&format!("{n} ids"));
     (0..n).map(|_| rng.below(n_vocab)).collect()
 }
 
@@ -97,8 +75,8 @@ mod tests {
 
     #[test]
     fn numbers_between() {
-        let mut rng = Rng::new(1);
-        assert!((0..1000).map(|_| rng.unit()).all(|v| (-1.0..1.0).contains(&v)));
+        let mut rng = Rng::new("numbers");
+        assert!((0..1000).map(|_| unit(&mut rng)).all(|v| (-1.0..1.0).contains(&v)));
         assert_eq!(rng.below(0), 0);
     }
 }

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
+use conformance::fixtures::Rng;
 use npu_kernels::host::Columns;
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Heads, attention};
@@ -19,7 +20,7 @@ use npu_kernels::{Isa, Pool, WeightType, WeightView, with_kernel};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::csv::{self, Csv};
-use crate::ids::Rng;
+use crate::ids::unit;
 use crate::machine::{self, Load, Watch};
 use crate::stats::{largest, median};
 use crate::table::{self, percent};
@@ -173,23 +174,23 @@ fn rates(ops: f64, runs: u32, least: Duration, mut work: impl FnMut()) -> Vec<f6
 /// A weight matrix of random codes. Scales and floats are moderate numbers: with those that are not normal a processor may
 /// take a slow path that no model would take.
 fn weights(ty: WeightType, shape: Shape) -> Option<Vec<u8>> {
-    let (values, bytes) = ty.block();
+    let bytes = ty.block().1;
     let mut data = vec![0u8; ty.row_bytes(shape.k)?.checked_mul(shape.n)?];
-    let mut rng = Rng::new((values * bytes) as u64);
+    let mut rng = Rng::new(type_name(ty));
     match ty {
-        WeightType::F32 => data.as_chunks_mut().0.iter_mut().for_each(|b| *b = rng.unit().to_le_bytes()),
+        WeightType::F32 => data.as_chunks_mut().0.iter_mut().for_each(|b| *b = unit(&mut rng).to_le_bytes()),
         WeightType::Bf16 => {
             let half = |v: f32| ((v.to_bits() >> 16) as u16).to_le_bytes();
-            data.as_chunks_mut().0.iter_mut().for_each(|b| *b = half(rng.unit()));
+            data.as_chunks_mut().0.iter_mut().for_each(|b| *b = half(unit(&mut rng)));
         }
         // Any sign and fraction, an exponent from 2^-7 on.
         WeightType::F16 => {
             let half = |bits: u64| ((bits as u16 & 0x87ff) | 0x2000).to_le_bytes();
-            data.as_chunks_mut().0.iter_mut().for_each(|b| *b = half(rng.next()));
+            data.as_chunks_mut().0.iter_mut().for_each(|b| *b = half(rng.next_u64()));
         }
         _ => {
             for part in data.chunks_mut(8) {
-                part.copy_from_slice(&rng.next().to_le_bytes()[..part.len()]);
+                part.copy_from_slice(&rng.next_u64().to_le_bytes()[..part.len()]);
             }
             // 2^-7 as f16, wherever the block has one.
             let scale = 0x2000u16.to_le_bytes();
@@ -206,9 +207,9 @@ fn weights(ty: WeightType, shape: Shape) -> Option<Vec<u8>> {
     Some(data)
 }
 
-fn floats(n: usize, seed: u64) -> Vec<f32> {
+fn floats(n: usize, seed: &str) -> Vec<f32> {
     let mut rng = Rng::new(seed);
-    (0..n).map(|_| rng.unit()).collect()
+    (0..n).map(|_| unit(&mut rng)).collect()
 }
 
 /// The shape in which a model of these dimensions holds this type: as it is, or turned round like the matrix that leads back,
@@ -239,7 +240,7 @@ fn products(c: &Kernels, pool: &Pool, out: &mut Vec<Row>, progress: &mut dyn FnM
             progress(&format!("{} {k} x {n}", type_name(ty)));
             let data = weights(ty, Shape { k, n }).context("a matrix beyond all memory")?;
             let weight = WeightView::new(ty, n, k, &data).context("a matrix of whole rows")?;
-            let row = floats(k, 1);
+            let row = floats(k, "activations");
             let mut acts = Activations::new(most, k, &[ty]);
             let mut product = vec![0f32; most * n];
             for &m in &c.rows {
@@ -279,10 +280,10 @@ fn attentions(c: &Kernels, pool: &Pool, out: &mut Vec<Row>, progress: &mut dyn F
             progress(&format!("attention, {keys} keys, {head} channels"));
             let m = keys.min(CHUNK);
             let mut cache = HeadCache::new(head, head, keys);
-            let (k, v) = (floats(keys * head, 2), floats(keys * head, 3));
+            let (k, v) = (floats(keys * head, "keys"), floats(keys * head, "values"));
             k.chunks_exact(head).zip(v.chunks_exact(head)).for_each(|(k, v)| cache.push(k, v));
             let caches = [cache];
-            let q = floats(m * head, 4);
+            let q = floats(m * head, "queries");
             let mut result = vec![0f32; m * head];
             let rates = with_kernel!(c.isa, kernel => {
                 rates(attention_ops(m, keys, head), c.runs, c.least, || {

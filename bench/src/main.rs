@@ -62,7 +62,7 @@ struct OursArgs {
 
 impl OursArgs {
     fn provider(&self) -> Result<ours::Ours> {
-        ours::Ours::new(locate::provider(self.provider.as_deref())?, self.threads, self.scratch.as_deref())
+        ours::Ours::new(conformance::locate::provider(self.provider.as_deref())?, self.threads, self.scratch.as_deref())
     }
 }
 

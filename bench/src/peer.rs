@@ -1,6 +1,6 @@
 //! The other side of a comparison: llama.cpp's `llama-bench`, or a program that takes the same options and prints the same
-//! JSON (that of ik_llama.cpp does). It evaluates a prompt of random ids once to warm up and once against the clock; loading
-//! the model is not part of its figure.
+//! JSON. It evaluates a prompt of random ids once to warm up and once against the clock; loading the model is not part of its
+//! figure.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -3,14 +3,8 @@
 
 /// The middle value, or the mean of the two in the middle; `None` of nothing. What is not a number does not count.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.into_iter().filter(|v| !v.is_nan()).collect();
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => None,
-        n if n % 2 == 1 => Some(values[middle]),
-        _ => Some((values[middle - 1] + values[middle]) / 2.0),
-    }
+    let values: Vec<f64> = values.into_iter().filter(|v| !v.is_nan()).collect();
+    (!values.is_empty()).then(|| conformance::routes::median(values))
 }
 
 /// The largest value; `None` of nothing.

@@ -427,15 +427,17 @@ fn f16_bits(x: f32) -> u16 {
 }
 
 /// A small generator of our own (splitmix64): a dependency's next version must not change the models.
-pub(crate) struct Rng(u64);
+pub struct Rng(u64);
 
 impl Rng {
-    pub(crate) fn new(seed: &str) -> Rng {
+    /// From a name.
+    pub fn new(seed: &str) -> Rng {
         // FNV-1a, so that models differ by name.
         Rng(seed.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3)))
     }
 
-    pub(crate) fn next(&mut self) -> u64 {
+    /// The next 64 bits.
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -444,17 +446,17 @@ impl Rng {
     }
 
     /// Below `n`, which is small.
-    pub(crate) fn below(&mut self, n: u32) -> u32 {
-        (((self.next() >> 32) * u64::from(n)) >> 32) as u32
+    pub fn below(&mut self, n: u32) -> u32 {
+        (((self.next_u64() >> 32) * u64::from(n)) >> 32) as u32
     }
 
     fn bit(&mut self) -> bool {
-        self.next() >> 63 == 1
+        self.next_u64() >> 63 == 1
     }
 
     /// In [0, 1).
     fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u32 << 24) as f32
+        (self.next_u64() >> 40) as f32 / (1u32 << 24) as f32
     }
 
     /// Nearly normal: a sum of twelve even draws. Unlike the textbook formula it needs no logarithm, which differs between
@@ -464,7 +466,7 @@ impl Rng {
     }
 
     fn bytes(&mut self, n: usize, out: &mut Vec<u8>) {
-        out.extend((0..n).map(|_| (self.next() >> 56) as u8));
+        out.extend((0..n).map(|_| (self.next_u64() >> 56) as u8));
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 /// The program's name.
 const NAME: &str = "npu-prefill";
@@ -12,7 +12,7 @@ const NAME: &str = "npu-prefill";
 /// for beside this program.
 pub fn provider(given: Option<&Path>) -> Result<PathBuf> {
     if let Some(path) = given {
-        ensure!(path.is_file(), "there is no provider {}", path.display());
+        ensure!(path.is_file(), "there is no provider {}; --provider takes the path of the program", path.display());
         return std::path::absolute(path).with_context(|| path.display().to_string());
     }
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
@@ -56,15 +56,28 @@ fn build(cargo: &Path, workspace: &Path, profile: &str) -> Result<PathBuf> {
         .stderr(Stdio::inherit())
         .output()
         .with_context(|| format!("starting {}", cargo.display()))?;
-    ensure!(output.status.success(), "building {NAME} failed");
-    let text = String::from_utf8_lossy(&output.stdout);
-    for line in text.lines() {
-        let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else { continue };
-        if message["target"]["name"] == NAME
-            && let Some(path) = message["executable"].as_str()
-        {
-            return Ok(PathBuf::from(path));
-        }
+    ensure!(output.status.success(), "building {NAME} failed ({}); --provider names one that is built", output.status);
+    executable(&String::from_utf8_lossy(&output.stdout))
+        .with_context(|| format!("cargo built {NAME}, but did not say where it is; name it with --provider"))
+}
+
+/// The provider's path in what cargo says, one JSON object a line.
+fn executable(said: &str) -> Option<PathBuf> {
+    said.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok()).find_map(|message| {
+        let path = message["executable"].as_str()?;
+        (message["target"]["name"] == NAME).then(|| PathBuf::from(path))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_provider_is_found_in_cargos_messages() {
+        let said = "{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"gguf\"},\"executable\":null}\nnot JSON\n\
+                    {\"target\":{\"name\":\"npu-prefill\"},\"executable\":\"/t/release/npu-prefill\"}\n";
+        assert_eq!(executable(said), Some(PathBuf::from("/t/release/npu-prefill")));
+        assert_eq!(executable("{}"), None);
     }
-    bail!("cargo built {NAME}, but did not say where it is")
 }

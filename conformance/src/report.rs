@@ -38,13 +38,17 @@ pub fn report(cases: &[CaseReport], seconds: f64) -> Report<'_> {
 /// Processor, cores and kernel, as far as the system tells.
 pub fn machine() -> Value {
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name").and_then(|l| l.split_once(':')));
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     json!({
-        "cpu": cpu.map_or("unknown", |(_, name)| name.trim()),
+        "cpu": cpu_name(&cpuinfo),
         "cores": std::thread::available_parallelism().map_or(0, usize::from),
         "kernel": kernel.trim(),
     })
+}
+
+fn cpu_name(cpuinfo: &str) -> &str {
+    let name = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':'));
+    name.map_or("unknown", |(_, name)| name.trim())
 }
 
 /// One line of progress.
@@ -175,5 +179,16 @@ fn short(v: Option<f64>) -> String {
         Some(0.0) => "0".into(),
         Some(v) if v >= 0.01 => format!("{v:.3}"),
         Some(v) => format!("{v:.1e}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_processor_has_a_name() {
+        assert_eq!(cpu_name("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t: x\n"), "Some CPU @ 3 GHz");
+        assert_eq!(cpu_name(""), "unknown");
     }
 }

@@ -190,7 +190,8 @@ fn copy(decoder: &Decoder, rows: u64) -> Result<(f64, u64)> {
     Ok((began.elapsed().as_secs_f64() * 1e3, bytes))
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
+/// The middle value, or the mean of the two in the middle; NaN of nothing.
+pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let n = values.len();
     match n {

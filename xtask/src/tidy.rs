@@ -100,7 +100,7 @@ const DIRECTIONS: &[(&str, &str, &[&str])] = &[
     ("kvlayout/Cargo.toml", "kvlayout", &[]),
     ("npu-kernels/Cargo.toml", "npu-kernels", &[]),
     ("conformance/Cargo.toml", "conformance", &["gguf", "kvlayout"]),
-    ("bench/Cargo.toml", "bench", &["gguf", "npu-kernels"]),
+    ("bench/Cargo.toml", "bench", &["conformance", "gguf", "npu-kernels"]),
     ("fuzz/Cargo.toml", "npu-prefill-fuzz", &["gguf", "kvlayout"]),
     ("xtask/Cargo.toml", "xtask", &[]),
 ];
