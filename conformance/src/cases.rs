@@ -208,9 +208,12 @@ mod tests {
                     "{model} on {pin}"
                 );
             }
-            for tiny in fixtures::all() {
+            for tiny in fixtures::all().iter().filter(|t| t.name.starts_with("tiny-")) {
                 assert!(all.iter().any(|c| c.pin == pin && c.model == tiny.name), "{} on {pin}", tiny.name);
             }
+        }
+        for arch in fixtures::all().iter().filter(|t| t.name.starts_with("arch-")) {
+            assert!(all.iter().any(|c| c.name == "arch" && c.pin == "v4" && c.model == arch.name), "{}", arch.name);
         }
         let mut ids: Vec<_> = all.iter().map(Case::id).collect();
         let n = ids.len();

@@ -46,7 +46,7 @@ pub fn chunk(compute: &Compute, n_tokens: usize) -> usize {
 
 /// The architectures that are supported, each with models that people know it by.
 pub fn architectures() -> impl Iterator<Item = (&'static str, &'static str)> {
-    prefill::arch::ALL.iter().map(|a| (a.name, a.examples))
+    prefill::arch::all().map(|a| (a.name, a.examples))
 }
 
 fn isa(compute: &Compute) -> Result<Isa> {

@@ -2,6 +2,7 @@
 //!
 //! * [`arch`]: what an architecture is, as a table.
 //! * [`Spec`]: one model's numbers, read from its metadata and checked.
+//! * [`layer`]: the kinds of mixers and feed-forward networks that layers are made of.
 //! * [`weights`]: its tensors, checked against the numbers; every tensor of the file must be accounted for.
 //! * [`Plan`]: what will be computed for a prompt, as data.
 //! * [`run`]: the plan, carried out on the host's kernels.
@@ -13,6 +14,7 @@
 pub mod arch;
 mod error;
 mod exec;
+pub mod layer;
 mod model;
 mod plan;
 pub mod rope;
@@ -24,5 +26,5 @@ pub use exec::{Hooks, Options, Timings, run};
 pub use kvlayout::KvSink;
 pub use model::{CacheParams, Model};
 pub use npu_kernels::Isa;
-pub use plan::{Command, Op, Plan};
+pub use plan::{Command, Half, Op, Plan, Work};
 pub use spec::{LayerSpec, Spec};

@@ -62,15 +62,11 @@ impl<'g> Model<'g> {
     /// # Errors
     /// None today; models whose memory is not known are refused when loaded.
     pub fn kv_spec(&self, params: &CacheParams) -> Result<KvSpec, Error> {
+        let attention = || (0u32..).zip(&self.spec.layers).filter_map(|(i, l)| Some((i, l.mixer.attention()?)));
         let pick = |windowed: bool| KvSection {
-            layers: (0u32..)
-                .zip(&self.spec.layers)
-                .filter(|(_, l)| l.windowed == windowed)
-                .map(|(layer, l)| LayerKv {
-                    layer,
-                    n_embd_k: (l.n_head_kv * self.spec.head_k) as u32,
-                    n_embd_v: (l.n_head_kv * self.spec.head_v) as u32,
-                })
+            layers: attention()
+                .filter(|(_, a)| a.windowed == windowed)
+                .map(|(layer, a)| LayerKv { layer, n_embd_k: a.n_embd_k() as u32, n_embd_v: a.n_embd_v() as u32 })
                 .collect(),
             window: self.spec.window.filter(|_| windowed),
         };

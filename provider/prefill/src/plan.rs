@@ -4,64 +4,35 @@
 //! for attention, whatever the length of the prompt, and rows are handed over layer by layer; what grows with the
 //! prompt is one embedding per token. A chunk bounds everything else.
 
-use crate::spec::Spec;
-use npu_kernels::host::attention::HeadCache;
+use crate::layer;
+use crate::layer::attention::AttentionOp;
+use crate::layer::dense::DenseOp;
+use crate::spec::{LayerSpec, Spec};
 use std::fmt;
 use std::ops::Range;
 
-/// One step.
+/// One step. Those of a kind of layer stand with the kind, in [`crate::layer`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Op {
     /// Embeddings of the tokens become the residual stream.
     Embed,
-    /// RMS norm of the residual stream, rounded for the projections that follow.
-    AttnNorm,
-    /// Query, key and value projections; without the query in the last layer.
-    Qkv {
-        /// Inputs.
-        k: usize,
-        /// Outputs of the three.
-        n: [usize; 3],
-    },
-    /// Head norms, RoPE, rounding to the cache's type; keys and values go to the sink and to attention.
-    StoreKv,
-    /// Attention of the chunk's queries over everything before them.
-    Attention {
-        /// Query heads.
-        heads: usize,
-        /// Channels of a head.
-        head: usize,
-        /// The window, in a layer that has one.
-        window: Option<u32>,
-    },
-    /// Output projection of attention.
-    AttnOut {
-        /// Inputs.
-        k: usize,
-        /// Outputs.
-        n: usize,
-    },
-    /// Attention's output (normed first where the model does) joins the residual stream; then the norm for the
-    /// feed-forward network.
-    FfnNorm,
-    /// Gate and up projections.
-    GateUp {
-        /// Inputs.
-        k: usize,
-        /// Outputs of each.
-        n: usize,
-    },
-    /// Activation of the gate times up, rounded.
-    Gate,
-    /// Down projection.
-    Down {
-        /// Inputs.
-        k: usize,
-        /// Outputs.
-        n: usize,
-    },
-    /// The network's output joins the residual stream.
-    Residual,
+    /// Norm of the residual stream, rounded for the projections that follow.
+    Norm(Half),
+    /// A step of attention.
+    Attention(AttentionOp),
+    /// A step of the plain feed-forward network.
+    Dense(DenseOp),
+    /// The half's output (normed first where the model does) joins the residual stream.
+    Join(Half),
+}
+
+/// The two halves of a layer.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Half {
+    /// What mixes the positions.
+    Mixer,
+    /// What follows.
+    FeedForward,
 }
 
 /// A step on a layer and a range of positions.
@@ -73,21 +44,38 @@ pub struct Command {
     pub rows: Range<usize>,
     /// What is done.
     pub op: Op,
+    /// Whether the layer is done with these positions after it.
+    pub ends: bool,
+}
+
+/// What a step spends its time on.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Work {
+    /// Matrix products.
+    Gemm,
+    /// Attention.
+    Attention,
+    /// Anything else.
+    Other,
 }
 
 impl Command {
     /// Multiplications and additions.
     pub fn flops(&self) -> u64 {
-        let m = self.rows.len() as u64;
         match &self.op {
-            Op::Qkv { k, n } => 2 * m * *k as u64 * n.iter().sum::<usize>() as u64,
-            Op::AttnOut { k, n } | Op::Down { k, n } => 2 * m * (*k * *n) as u64,
-            Op::GateUp { k, n } => 4 * m * (*k * *n) as u64,
-            Op::Attention { heads, head, window } => {
-                let seen = |p: usize| window.map_or(p + 1, |w| (p + 1).min(w as usize)) as u64;
-                self.rows.clone().map(seen).sum::<u64>() * 4 * (*heads * *head) as u64
-            }
-            _ => 0,
+            Op::Attention(op) => op.flops(&self.rows),
+            Op::Dense(op) => op.flops(self.rows.len() as u64),
+            Op::Embed | Op::Norm(_) | Op::Join(_) => 0,
+        }
+    }
+
+    /// What it spends its time on.
+    pub fn work(&self) -> Work {
+        match &self.op {
+            Op::Attention(AttentionOp::Qkv { .. } | AttentionOp::Out { .. }) => Work::Gemm,
+            Op::Attention(AttentionOp::Attend { .. }) => Work::Attention,
+            Op::Dense(DenseOp::GateUp { .. } | DenseOp::Down { .. }) => Work::Gemm,
+            _ => Work::Other,
         }
     }
 }
@@ -107,22 +95,14 @@ impl Plan {
     /// The steps for `n_tokens` positions in chunks of `chunk` (at least 1).
     pub fn new(spec: &Spec, n_tokens: usize, chunk: usize) -> Plan {
         let chunk = chunk.clamp(1, n_tokens.max(1));
-        let e = spec.n_embd;
-        let ops = |(layer, l): (usize, &crate::LayerSpec)| {
+        let ops = |(layer, l): (usize, &LayerSpec)| {
             let last = layer + 1 == spec.layers.len();
-            let (q, k, v) = (l.n_head * spec.head_k, l.n_head_kv * spec.head_k, l.n_head_kv * spec.head_v);
-            let mut ops = vec![Op::AttnNorm, Op::Qkv { k: e, n: [if last { 0 } else { q }, k, v] }, Op::StoreKv];
+            let mut ops = vec![Op::Norm(Half::Mixer)];
+            ops.extend(l.mixer.ops(spec, last));
             if !last {
-                let window = spec.window.filter(|_| l.windowed);
-                ops.extend([
-                    Op::Attention { heads: l.n_head, head: spec.head_k, window },
-                    Op::AttnOut { k: l.n_head * spec.head_v, n: e },
-                    Op::FfnNorm,
-                    Op::GateUp { k: e, n: l.n_ff },
-                    Op::Gate,
-                    Op::Down { k: l.n_ff, n: e },
-                    Op::Residual,
-                ]);
+                ops.extend([Op::Join(Half::Mixer), Op::Norm(Half::FeedForward)]);
+                ops.extend(l.ffn.ops(spec));
+                ops.push(Op::Join(Half::FeedForward));
             }
             ops
         };
@@ -136,10 +116,17 @@ impl Plan {
             let starts = (0..self.n_tokens).step_by(self.chunk);
             starts.map(|from| from..(from + self.chunk).min(self.n_tokens))
         };
-        let embed = chunks().map(|rows| Command { layer: 0, rows, op: Op::Embed });
+        let embed = chunks().map(|rows| Command { layer: 0, rows, op: Op::Embed, ends: false });
         let layers = self.layers.iter().enumerate().flat_map(move |(layer, ops)| {
-            chunks()
-                .flat_map(move |rows| ops.iter().map(move |op| Command { layer, rows: rows.clone(), op: op.clone() }))
+            chunks().flat_map(move |rows| {
+                let command = move |(i, op): (usize, &Op)| Command {
+                    layer,
+                    rows: rows.clone(),
+                    op: op.clone(),
+                    ends: i + 1 == ops.len(),
+                };
+                ops.iter().enumerate().map(command)
+            })
         });
         embed.chain(layers)
     }
@@ -157,18 +144,24 @@ impl Plan {
 }
 
 fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> u64 {
-    let widest = |f: &dyn Fn(&crate::LayerSpec) -> usize| spec.layers.iter().map(f).max().unwrap_or(0);
-    let kv_heads = widest(&|l| l.n_head_kv);
-    let (q, ff) = (widest(&|l| l.n_head * spec.head_k), widest(&|l| l.n_ff));
-    let kv = kv_heads * (spec.head_k + spec.head_v);
-    // Activations stand once as f32 and once, at most, as rounded tiles (about 1.5 bytes a value for each kind).
-    let per_row = 4 * (q + kv + q + spec.n_embd + 2 * ff) + 4 * (spec.n_embd + q + ff);
-    let cache = kv_heads * HeadCache::bytes(spec.head_k, spec.head_v, n_tokens);
-    (n_tokens * spec.n_embd * 4 + cache + chunk * per_row + FIXED_BYTES) as u64
+    let e = spec.n_embd;
+    // A half's output, and its input as rounded tiles.
+    let per_row = 4 * (e + e);
+    (n_tokens * e * 4 + layer::memory(spec, n_tokens, chunk) + chunk * per_row + FIXED_BYTES) as u64
 }
 
 /// The program itself, its threads' stacks and panels, the norms' weights.
 const FIXED_BYTES: usize = 12 << 20;
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Op::Attention(op) => write!(f, "{op:?}"),
+            Op::Dense(op) => write!(f, "{op:?}"),
+            other => write!(f, "{other:?}"),
+        }
+    }
+}
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -183,7 +176,7 @@ impl fmt::Display for Plan {
         )?;
         for c in self.commands() {
             let rows = format!("{}..{}", c.rows.start, c.rows.end);
-            writeln!(f, "layer {:>3}  rows {rows:<12} {:>9.1} MFLOP  {:?}", c.layer, c.flops() as f64 / 1e6, c.op)?;
+            writeln!(f, "layer {:>3}  rows {rows:<12} {:>9.1} MFLOP  {}", c.layer, c.flops() as f64 / 1e6, c.op)?;
         }
         Ok(())
     }

@@ -156,6 +156,6 @@ fn a_missing_output_matrix_is_no_matter_and_head_size_may_be_explicit() {
     (t.n_embd, t.n_head, t.n_head_kv, t.head) = (96, 5, 1, 32);
     let gguf = t.gguf();
     let model = Model::load(&gguf).unwrap();
-    assert_eq!(model.spec().head_k, 32);
+    assert_eq!(model.spec().layers[0].mixer.attention().unwrap().head_k, 32);
     assert!(gguf.tensor("output.weight").is_none());
 }

@@ -118,8 +118,10 @@ fn fused_qkv_is_the_three_below_each_other() {
             }
         }
         let fused = without(&w, |name| ["attn_q.", "attn_k.", "attn_v."].iter().any(|n| name.contains(n)));
-        let fused = Model::load(&fused).map(|m| format!("{:?}", m.weights().layers[1].k.bias));
-        let separate = Model::load(&separate).map(|m| format!("{:?}", m.weights().layers[1].k.bias));
+        let fused =
+            Model::load(&fused).map(|m| format!("{:?}", m.weights().layers[1].mixer.attention().unwrap().k.bias));
+        let separate =
+            Model::load(&separate).map(|m| format!("{:?}", m.weights().layers[1].mixer.attention().unwrap().k.bias));
         assert_eq!(fused.unwrap(), separate.unwrap());
     }
 }

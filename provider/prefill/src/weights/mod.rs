@@ -3,7 +3,8 @@
 
 use crate::Error;
 use crate::arch::Presence;
-use crate::spec::{LayerSpec, Spec};
+use crate::layer::LayerWeights;
+use crate::spec::Spec;
 use gguf::{GgmlType, Gguf, Tensor};
 use npu_kernels::{WeightType, WeightView};
 use std::collections::HashSet;
@@ -17,23 +18,22 @@ pub struct Linear<'g> {
     pub bias: Option<Vec<f32>>,
 }
 
-/// One layer's tensors.
-#[derive(Debug)]
-#[allow(missing_docs)] // llama.cpp's tensor names
-pub struct LayerWeights<'g> {
-    pub attn_norm: Vec<f32>,
-    pub q: Linear<'g>,
-    pub k: Linear<'g>,
-    pub v: Linear<'g>,
-    pub attn_q_norm: Option<Vec<f32>>,
-    pub attn_k_norm: Option<Vec<f32>>,
-    pub o: Linear<'g>,
-    pub attn_post_norm: Option<Vec<f32>>,
-    pub ffn_norm: Vec<f32>,
-    pub gate: Linear<'g>,
-    pub up: Linear<'g>,
-    pub down: Linear<'g>,
-    pub ffn_post_norm: Option<Vec<f32>>,
+impl<'g> Linear<'g> {
+    /// `n` outputs from `first` on.
+    ///
+    /// # Panics
+    /// When there are not so many.
+    pub fn rows(&self, first: usize, n: usize) -> Linear<'g> {
+        let weight = self.weight.rows(first, n).expect("rows of the matrix");
+        Linear { weight, bias: self.bias.as_ref().map(|b| b[first..first + n].to_vec()) }
+    }
+}
+
+/// A norm of a row.
+#[derive(Clone, Debug)]
+pub struct Norm {
+    /// Multiplies the normed row.
+    pub weight: Vec<f32>,
 }
 
 /// All tensors that a prefill uses.
@@ -73,19 +73,27 @@ fn supported_types() -> String {
     all.map(|t| t.to_string()).collect::<Vec<_>>().join(" ")
 }
 
-struct Loader<'g> {
+/// Hands out a file's tensors, checked, and remembers which ones were asked for.
+pub(crate) struct Loader<'g> {
     gguf: &'g Gguf,
     used: HashSet<&'g str>,
 }
 
 impl<'g> Loader<'g> {
-    fn find(&mut self, name: &str) -> Option<Tensor<'g>> {
+    /// Whether the file has a tensor; does not count as asking for it.
+    pub fn has(&self, name: &str) -> bool {
+        self.gguf.tensor(name).is_some()
+    }
+
+    /// A tensor, if it is there.
+    pub fn find(&mut self, name: &str) -> Option<Tensor<'g>> {
         let tensor = self.gguf.tensor(name)?;
         self.used.insert(tensor.name);
         Some(tensor)
     }
 
-    fn vector(&mut self, name: &str, n: usize, presence: Presence) -> Result<Option<Vec<f32>>, Error> {
+    /// A row of `n` finite numbers.
+    pub fn vector(&mut self, name: &str, n: usize, presence: Presence) -> Result<Option<Vec<f32>>, Error> {
         let tensor = match (self.gguf.tensor(name), presence) {
             // Left unused, so that it is refused with all other tensors nobody asks for.
             (Some(_), Presence::Never) | (None, Presence::Never | Presence::Optional) => return Ok(None),
@@ -102,7 +110,8 @@ impl<'g> Loader<'g> {
         Ok(Some(values))
     }
 
-    fn matrix(&mut self, name: &str, k: usize, n: usize) -> Result<WeightView<'g>, Error> {
+    /// A matrix of `n` outputs of `k` inputs.
+    pub fn matrix(&mut self, name: &str, k: usize, n: usize) -> Result<WeightView<'g>, Error> {
         let tensor = self.find(name).ok_or_else(|| missing(name, &[k, n]))?;
         check_shape(&tensor, &[k, n])?;
         let ty = weight_type(tensor.ty).ok_or_else(|| Error::Unsupported {
@@ -116,26 +125,21 @@ impl<'g> Loader<'g> {
         })
     }
 
-    fn linear(&mut self, stem: &str, k: usize, n: usize, bias: Presence) -> Result<Linear<'g>, Error> {
+    /// A projection, `stem.weight` and `stem.bias`.
+    pub fn linear(&mut self, stem: &str, k: usize, n: usize, bias: Presence) -> Result<Linear<'g>, Error> {
         let weight = self.matrix(&format!("{stem}.weight"), k, n)?;
         Ok(Linear { weight, bias: self.vector(&format!("{stem}.bias"), n, bias)? })
     }
 
-    /// Query, key and value projections: three tensors, or one with their rows below each other.
-    fn qkv(&mut self, prefix: &str, k: usize, n: [usize; 3], bias: Presence) -> Result<[Linear<'g>; 3], Error> {
-        let fused = format!("{prefix}.attn_qkv");
-        if self.gguf.tensor(&format!("{fused}.weight")).is_none() {
-            let mut part = |name: &str, n| self.linear(&format!("{prefix}.{name}"), k, n, bias);
-            return Ok([part("attn_q", n[0])?, part("attn_k", n[1])?, part("attn_v", n[2])?]);
-        }
-        let all = self.linear(&fused, k, n.iter().sum(), bias)?;
-        let mut from = 0;
-        Ok(n.map(|n| {
-            let weight = all.weight.rows(from, n).expect("the three parts add up to the whole");
-            let bias = all.bias.as_ref().map(|b| b[from..from + n].to_vec());
-            from += n;
-            Linear { weight, bias }
-        }))
+    /// A norm that must be there.
+    pub fn norm(&mut self, stem: &str, n: usize) -> Result<Norm, Error> {
+        let norm = self.maybe_norm(stem, n, Presence::Required)?;
+        Ok(norm.expect("the loader returns what is required or an error"))
+    }
+
+    /// A norm.
+    pub fn maybe_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
+        Ok(self.vector(&format!("{stem}.weight"), n, presence)?.map(|weight| Norm { weight }))
     }
 }
 
@@ -180,7 +184,7 @@ impl<'g> Weights<'g> {
             });
         }
         let layers = (0..spec.layers.len())
-            .map(|i| layer(&mut loader, spec, &spec.layers[i], i))
+            .map(|i| LayerWeights::load(&mut loader, spec, &spec.layers[i], i))
             .collect::<Result<Vec<_>, _>>()?;
         if let Some(unknown) = gguf.tensors().find(|t| !loader.used.contains(t.name)) {
             return Err(Error::Unsupported {
@@ -191,51 +195,20 @@ impl<'g> Weights<'g> {
         Ok(Weights { token_embd, layers })
     }
 
-    /// The distinct weight types that meet the same activations: (of the embedding's width, of the attention's, of the
-    /// feed-forward network's).
-    pub fn types(&self) -> [Vec<WeightType>; 3] {
-        let mut sets: [Vec<WeightType>; 3] = Default::default();
-        for layer in &self.layers {
-            let uses = [
-                (0, &layer.q),
-                (0, &layer.k),
-                (0, &layer.v),
-                (1, &layer.o),
-                (0, &layer.gate),
-                (0, &layer.up),
-                (2, &layer.down),
-            ];
-            for (set, linear) in uses {
-                if !sets[set].contains(&linear.weight.ty()) {
-                    sets[set].push(linear.weight.ty());
-                }
-            }
-        }
-        sets
+    /// The distinct weight types that meet the normed residual stream.
+    pub fn input_types(&self) -> Vec<WeightType> {
+        let all = self.layers.iter().flat_map(|l| l.mixer.input_types().into_iter().chain(l.ffn.input_types()));
+        distinct(all)
     }
 }
 
-fn layer<'g>(loader: &mut Loader<'g>, spec: &Spec, l: &LayerSpec, i: usize) -> Result<LayerWeights<'g>, Error> {
-    let arch = spec.arch;
-    let prefix = format!("blk.{i}");
-    let post = if arch.post_norms { Presence::Required } else { Presence::Never };
-    let name = |what: &str| format!("{prefix}.{what}.weight");
-    let (e, hk, hv) = (spec.n_embd, spec.head_k, spec.head_v);
-    let required = |v: Option<Vec<f32>>| v.expect("the loader returns required vectors or an error");
-    let [q, k, v] = loader.qkv(&prefix, e, [l.n_head * hk, l.n_head_kv * hk, l.n_head_kv * hv], arch.qkv_bias)?;
-    Ok(LayerWeights {
-        attn_norm: required(loader.vector(&name("attn_norm"), e, Presence::Required)?),
-        q,
-        k,
-        v,
-        attn_q_norm: loader.vector(&name("attn_q_norm"), hk, arch.qk_norm)?,
-        attn_k_norm: loader.vector(&name("attn_k_norm"), hk, arch.qk_norm)?,
-        o: loader.linear(&format!("{prefix}.attn_output"), l.n_head * hv, e, arch.other_bias)?,
-        attn_post_norm: loader.vector(&name("post_attention_norm"), e, post)?,
-        ffn_norm: required(loader.vector(&name("ffn_norm"), e, Presence::Required)?),
-        gate: loader.linear(&format!("{prefix}.ffn_gate"), e, l.n_ff, arch.other_bias)?,
-        up: loader.linear(&format!("{prefix}.ffn_up"), e, l.n_ff, arch.other_bias)?,
-        down: loader.linear(&format!("{prefix}.ffn_down"), l.n_ff, e, arch.other_bias)?,
-        ffn_post_norm: loader.vector(&name("post_ffw_norm"), e, post)?,
-    })
+/// Each of `types` once.
+pub(crate) fn distinct(types: impl Iterator<Item = WeightType>) -> Vec<WeightType> {
+    let mut out = Vec::new();
+    types.for_each(|ty| {
+        if !out.contains(&ty) {
+            out.push(ty);
+        }
+    });
+    out
 }

@@ -1,8 +1,10 @@
 //! Architectures as tables: what differs between model families, in numbers and flags.
 //!
 //! Source of every entry: llama.cpp's `src/models/<name>.cpp` (graph and tensors), `src/llama-model.cpp`
-//! (hyper-parameters, rope type). To add one, add a row; if it needs a flag that is not here, add the flag and teach
-//! [`crate::Spec`], [`crate::weights`] and the plan about it.
+//! (hyper-parameters, rope type). To add one, add a row to the table of its kind; if it needs a flag that is not here, add
+//! the flag and teach [`crate::spec`] and the kinds of layers ([`crate::layer`]) about it.
+
+mod dense;
 
 pub use npu_kernels::host::rowops::Pairing;
 
@@ -66,60 +68,15 @@ pub struct WindowRule {
     pub rope_base: f32,
 }
 
-const LLAMA: Arch = Arch {
-    name: "llama",
-    pairing: Pairing::Interleaved,
-    qkv_bias: Presence::Optional,
-    other_bias: Presence::Optional,
-    qk_norm: Presence::Never,
-    post_norms: false,
-    scaled_embedding: false,
-    activation: Activation::Silu,
-    window: None,
-    rope_factors: true,
-    partial_rope: false,
-    embd_scale_at_layers: None,
-    examples: "Llama 1-3.x, Mistral 7B, SmolLM2, TinyLlama",
-};
+/// Every supported architecture, in tables by what their layers are made of.
+pub const TABLES: &[&[Arch]] = &[dense::TABLE];
 
 /// Every supported architecture.
-pub const ALL: &[Arch] = &[
-    LLAMA,
-    Arch {
-        name: "qwen2",
-        pairing: Pairing::Halves,
-        other_bias: Presence::Never,
-        rope_factors: false,
-        examples: "Qwen2, Qwen2.5, Qwen2.5-Coder",
-        ..LLAMA
-    },
-    Arch {
-        name: "qwen3",
-        pairing: Pairing::Halves,
-        other_bias: Presence::Never,
-        qk_norm: Presence::Required,
-        rope_factors: false,
-        examples: "Qwen3 0.6B-32B",
-        ..LLAMA
-    },
-    Arch {
-        name: "gemma3",
-        pairing: Pairing::Halves,
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        qk_norm: Presence::Required,
-        post_norms: true,
-        scaled_embedding: true,
-        activation: Activation::Gelu,
-        window: Some(WindowRule { period: 6, rope_base: 10000.0 }),
-        rope_factors: false,
-        partial_rope: true,
-        embd_scale_at_layers: Some(62),
-        examples: "Gemma 3 270M-27B, text",
-    },
-];
+pub fn all() -> impl Iterator<Item = &'static Arch> {
+    TABLES.iter().copied().flatten()
+}
 
 /// The architecture called `name`.
 pub fn find(name: &str) -> Option<&'static Arch> {
-    ALL.iter().find(|a| a.name == name)
+    all().find(|a| a.name == name)
 }

@@ -1,0 +1,219 @@
+//! The steps of attention.
+
+use super::{Bad, Host, SCRATCH, Stage, ms};
+use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
+use crate::model::{Model, wanted};
+use crate::plan::Command;
+use crate::weights::distinct;
+use crate::{Error, KvSink};
+use kvlayout::Part;
+use npu_kernels::host::Kernel;
+use npu_kernels::host::acts::Activations;
+use npu_kernels::host::attention::{HeadCache, Heads, attention};
+use npu_kernels::host::rowops;
+use std::time::Instant;
+
+/// Buffers. Row-major, one row per position of the chunk unless said otherwise.
+pub(super) struct Room {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    /// What the heads read, and the same rounded for the output projection.
+    attn: Vec<f32>,
+    acts: Activations,
+    /// Keys and values of the layer at hand, per key-value head.
+    caches: Vec<HeadCache>,
+    n_tokens: usize,
+    /// cos and sin per position of the chunk, for the rotation at hand.
+    table: Vec<f32>,
+    table_of: Option<(usize, usize)>,
+}
+
+impl Room {
+    /// Room for chunks of `m` positions.
+    pub fn new(model: &Model<'_>, m: usize, n_tokens: usize) -> Room {
+        let widest = |f: &dyn Fn(&AttentionSpec) -> usize| kind::layers(model.spec()).map(f).max().unwrap_or(0);
+        let out = widest(&|a| a.n_head * a.head_v);
+        let weights = model.weights().layers.iter().filter_map(|l| l.mixer.attention());
+        Room {
+            q: vec![0.0; m * widest(&|a| a.n_head * a.head_k)],
+            k: vec![0.0; m * widest(&|a| a.n_embd_k())],
+            v: vec![0.0; m * widest(&|a| a.n_embd_v())],
+            attn: vec![0.0; m * out],
+            acts: Activations::new(m, out, &distinct(weights.map(|w| w.o.weight.ty()))),
+            caches: Vec::new(),
+            n_tokens,
+            table: Vec::new(),
+            table_of: None,
+        }
+    }
+
+    /// Does one step; returns the milliseconds that the sink took.
+    pub fn step<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        stage: &mut Stage,
+        c: &Command,
+        op: &AttentionOp,
+        sink: &mut dyn KvSink,
+    ) -> Result<f64, Error> {
+        let spec = host.model.spec().layers[c.layer].mixer.attention().expect("attention steps are of such layers");
+        let weights = host.weights(c).mixer.attention().expect("attention layers have attention tensors");
+        match op {
+            AttentionOp::Qkv { n, .. } => self.qkv(host, stage, c, weights, *n),
+            AttentionOp::StoreKv => return self.store_kv(host, c, spec, weights, sink),
+            AttentionOp::Attend { window, .. } => self.attend(host, c, spec, *window),
+            AttentionOp::Out { k, n } => self.out(host, stage, c, weights, *k, *n)?,
+        }
+        Ok(0.0)
+    }
+
+    fn qkv<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        stage: &Stage,
+        c: &Command,
+        w: &AttentionWeights<'_>,
+        n: [usize; 3],
+    ) {
+        let m = c.rows.len();
+        let parts = [(&w.q, &mut self.q), (&w.k, &mut self.k), (&w.v, &mut self.v)];
+        let parts = parts.into_iter().zip(n).filter(|(_, n)| *n > 0);
+        host.project(&stage.input, parts.map(|((linear, out), n)| (linear, &mut out[..m * n])).collect());
+    }
+
+    /// Returns the milliseconds that the sink took.
+    fn store_kv<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        c: &Command,
+        a: &AttentionSpec,
+        w: &AttentionWeights<'_>,
+        sink: &mut dyn KvSink,
+    ) -> Result<f64, Error> {
+        let spec = host.model.spec();
+        let m = c.rows.len();
+        let (hk, hv, eps) = (a.head_k, a.head_v, spec.eps);
+        let pairing = spec.arch.pairing;
+        let last = c.layer + 1 == spec.layers.len();
+        self.rope_table(host, c, a.rope);
+        let n_rot = spec.ropes[a.rope].n_rot;
+        let (nq, nk, nv) = (if last { 0 } else { a.n_head * hk }, a.n_embd_k(), a.n_embd_v());
+        // Norm and rotation, in place.
+        let (kernel, table, round_q) = (host.kernel, &self.table, host.round_q);
+        let turn = |i: usize, heads: &mut [f32], norm: Option<&Vec<f32>>| {
+            let (cos, sin) = table[i * n_rot..][..n_rot].split_at(n_rot / 2);
+            kernel.rows(|| {
+                for head in heads.chunks_exact_mut(hk) {
+                    if let Some(norm) = norm {
+                        rowops::rms_norm_in_place(head, norm, eps);
+                    }
+                    rowops::rope(head, pairing, cos, sin);
+                }
+            });
+        };
+        let mut rows: Vec<(&mut [f32], &mut [f32])> = Vec::with_capacity(m);
+        let mut q_rest = &mut self.q[..m * nq];
+        let mut k_rest = &mut self.k[..m * nk];
+        for _ in 0..m {
+            let (q, rest) = q_rest.split_at_mut(nq);
+            q_rest = rest;
+            let (k, rest) = k_rest.split_at_mut(nk);
+            k_rest = rest;
+            rows.push((q, k));
+        }
+        host.pool.for_each_mut(&mut rows, |i, (q, k)| {
+            turn(i, q, w.q_norm.as_ref());
+            turn(i, k, w.k_norm.as_ref());
+            SCRATCH.with_borrow_mut(|(_, half)| rowops::round_to(round_q, q, half));
+        });
+        drop(rows);
+
+        let started = Instant::now();
+        let positions = c.rows.start as u32..c.rows.end as u32;
+        if wanted(sink, c.layer as u32) {
+            sink.put_rows(c.layer as u32, Part::K, positions.clone(), &self.k[..m * nk])?;
+            sink.put_rows(c.layer as u32, Part::V, positions, &self.v[..m * nv])?;
+        }
+        let took = ms(started.elapsed());
+
+        if !last {
+            let mut half = Vec::new();
+            rowops::round_to(host.round_k, &mut self.k[..m * nk], &mut half);
+            rowops::round_to(host.round_v, &mut self.v[..m * nv], &mut half);
+            if c.rows.start == 0 {
+                self.clear_caches(a);
+            }
+            let (k, v) = (&self.k[..m * nk], &self.v[..m * nv]);
+            host.pool.for_each_mut(&mut self.caches[..a.n_head_kv], |h, cache| {
+                for i in 0..m {
+                    cache.push(&k[i * nk + h * hk..][..hk], &v[i * nv + h * hv..][..hv]);
+                }
+            });
+        }
+        Ok(took)
+    }
+
+    /// Caches for a layer's heads, without positions; made anew only where heads have another shape than before.
+    fn clear_caches(&mut self, a: &AttentionSpec) {
+        if self.caches.first().is_some_and(|c| (c.head_k(), c.head_v()) != (a.head_k, a.head_v)) {
+            self.caches.clear();
+        }
+        self.caches.iter_mut().for_each(HeadCache::clear);
+        while self.caches.len() < a.n_head_kv {
+            self.caches.push(HeadCache::new(a.head_k, a.head_v, self.n_tokens));
+        }
+    }
+
+    /// cos and sin of the chunk's positions, unless they are at hand already.
+    fn rope_table<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, rope: usize) {
+        if self.table_of == Some((rope, c.rows.start)) {
+            return;
+        }
+        self.table_of = Some((rope, c.rows.start));
+        let rope = &host.model.spec().ropes[rope];
+        self.table.resize(c.rows.len() * rope.n_rot, 0.0);
+        let mut rows: Vec<&mut [f32]> = self.table.chunks_exact_mut(rope.n_rot).collect();
+        host.pool.for_each_mut(&mut rows, |i, row| {
+            let (cos, sin) = row.split_at_mut(rope.n_rot / 2);
+            rope.table((c.rows.start + i) as u32, cos, sin);
+        });
+    }
+
+    fn attend<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, a: &AttentionSpec, window: Option<u32>) {
+        let m = c.rows.len();
+        let heads = Heads {
+            q: &self.q[..m * a.n_head * a.head_k],
+            n_head: a.n_head,
+            caches: &self.caches[..a.n_head_kv],
+            m,
+            first: c.rows.start,
+            scale: a.scale,
+            window: window.map(|w| w as usize),
+            out: &mut self.attn[..m * a.n_head * a.head_v],
+        };
+        attention(host.kernel, host.pool, heads);
+    }
+
+    fn out<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        stage: &mut Stage,
+        c: &Command,
+        w: &AttentionWeights<'_>,
+        k: usize,
+        n: usize,
+    ) -> Result<(), Error> {
+        let m = c.rows.len();
+        let bad = Bad::default();
+        let attn = &self.attn;
+        self.acts.reshape(m, k);
+        self.acts.fill(host.kernel, host.pool, |i, row| {
+            row.copy_from_slice(&attn[i * k..][..k]);
+            bad.check(row, c.rows.start + i);
+        });
+        bad.result(c.layer, "the output of attention")?;
+        host.project(&self.acts, vec![(&w.o, &mut stage.out[..m * n])]);
+        Ok(())
+    }
+}

@@ -1,0 +1,73 @@
+//! The steps of the plain feed-forward network.
+
+use super::{Bad, Host, SCRATCH, Stage};
+use crate::Error;
+use crate::arch::Activation;
+use crate::layer::dense::{self as kind, DenseOp};
+use crate::model::Model;
+use crate::plan::Command;
+use crate::weights::distinct;
+use npu_kernels::host::Kernel;
+use npu_kernels::host::acts::Activations;
+use npu_kernels::host::rowops;
+
+/// Buffers. Row-major, one row per position of the chunk.
+pub(super) struct Room {
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    /// Their product, rounded for the down projection.
+    acts: Activations,
+}
+
+impl Room {
+    /// Room for chunks of `m` positions.
+    pub fn new(model: &Model<'_>, m: usize) -> Room {
+        let ff = kind::widest(model.spec());
+        let weights = model.weights().layers.iter().filter_map(|l| l.ffn.dense());
+        Room {
+            gate: vec![0.0; m * ff],
+            up: vec![0.0; m * ff],
+            acts: Activations::new(m, ff, &distinct(weights.map(|w| w.down.weight.ty()))),
+        }
+    }
+
+    /// Does one step.
+    pub fn step<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        stage: &mut Stage,
+        c: &Command,
+        op: &DenseOp,
+    ) -> Result<(), Error> {
+        let spec = host.model.spec().layers[c.layer].ffn.dense().expect("these steps are of plain networks");
+        let w = host.weights(c).ffn.dense().expect("plain networks have plain tensors");
+        let m = c.rows.len();
+        match op {
+            DenseOp::GateUp { n, .. } => {
+                let parts = vec![(&w.gate, &mut self.gate[..m * n]), (&w.up, &mut self.up[..m * n])];
+                host.project(&stage.input, parts);
+            }
+            DenseOp::Gate => self.gate(host, c, spec.n_ff)?,
+            DenseOp::Down { n, .. } => host.project(&self.acts, vec![(&w.down, &mut stage.out[..m * n])]),
+        }
+        Ok(())
+    }
+
+    fn gate<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, n: usize) -> Result<(), Error> {
+        let activation = host.model.spec().arch.activation;
+        let (gate, up, kernel) = (&self.gate, &self.up, host.kernel);
+        let bad = Bad::default();
+        self.acts.reshape(c.rows.len(), n);
+        self.acts.fill(kernel, host.pool, |i, row| {
+            let (gate, up) = (&gate[i * n..][..n], &up[i * n..][..n]);
+            match activation {
+                Activation::Silu => kernel.rows(|| rowops::silu_mul(gate, up, row)),
+                Activation::Gelu => {
+                    SCRATCH.with_borrow_mut(|(_, half)| kernel.rows(|| rowops::gelu_mul(gate, up, row, half)));
+                }
+            }
+            bad.check(row, c.rows.start + i);
+        });
+        bad.result(c.layer, "the feed-forward network")
+    }
+}

@@ -1,0 +1,306 @@
+//! Carries a plan out on the host's kernels: what all layers have in common. The steps of a kind of layer are in the file
+//! of its name.
+
+mod attention;
+mod dense;
+
+use crate::layer::LayerWeights;
+use crate::model::{Model, precision};
+use crate::plan::{Command, Half, Op, Plan, Work};
+use crate::weights::Linear;
+use crate::{Error, Isa, KvSink};
+use kvlayout::CacheType;
+use npu_kernels::host::acts::Activations;
+use npu_kernels::host::gemm::{Job, gemm};
+use npu_kernels::host::rowops::{self, Precision};
+use npu_kernels::host::{Columns, Kernel, Pool};
+use npu_kernels::with_kernel;
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// How to run.
+#[derive(Copy, Clone, Debug)]
+pub struct Options {
+    /// Threads.
+    pub threads: usize,
+    /// Positions per chunk.
+    pub chunk: usize,
+    /// Instruction set.
+    pub isa: Isa,
+    /// Type of the decoder's K cache: what attention reads is rounded to it.
+    pub type_k: CacheType,
+    /// Type of the decoder's V cache.
+    pub type_v: CacheType,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        Options { threads, chunk: 512, isa: Isa::detect(), type_k: CacheType::F16, type_v: CacheType::F16 }
+    }
+}
+
+/// The caller's side of a run.
+pub trait Hooks {
+    /// Asked between any two commands; `true` ends the run with [`Error::Stopped`].
+    fn stop(&self) -> bool;
+    /// Told after every chunk of every layer.
+    fn progress(&mut self, layer: usize, n_layer: usize, rows: usize, n_tokens: usize);
+}
+
+/// Where the time went, in milliseconds of wall time.
+#[derive(Copy, Clone, Default, Debug)]
+pub struct Timings {
+    /// All of it.
+    pub prefill_ms: f64,
+    /// Matrix products.
+    pub gemm_ms: f64,
+    /// Attention.
+    pub attention_ms: f64,
+    /// The sink.
+    pub write_ms: f64,
+    /// Everything else.
+    pub other_ms: f64,
+    /// When the first matrix product began, if there was one.
+    pub first_gemm: Option<Instant>,
+}
+
+/// Computes keys and values of all layers for `tokens` at positions 0, 1, …, and hands them to `sink`.
+///
+/// # Errors
+/// [`Error::Token`] for an id outside the vocabulary, [`Error::NotFinite`] and the sink's own for values that must not
+/// be handed over, [`Error::Stopped`] when asked to.
+pub fn run(
+    model: &Model<'_>,
+    tokens: &[u32],
+    options: &Options,
+    sink: &mut dyn KvSink,
+    hooks: &mut dyn Hooks,
+) -> Result<Timings, Error> {
+    let n_vocab = model.n_vocab();
+    if let Some(index) = tokens.iter().position(|t| *t >= n_vocab) {
+        return Err(Error::Token { index, id: tokens[index], n_vocab });
+    }
+    let pool = Pool::new(options.threads)?;
+    let plan = Plan::new(model.spec(), tokens.len(), options.chunk);
+    let started = Instant::now();
+    let mut timings = with_kernel!(options.isa, kernel => {
+        let host = Host {
+            kernel,
+            pool: &pool,
+            model,
+            round_k: precision(options.type_k),
+            round_v: precision(options.type_v),
+            round_q: round_q(options),
+        };
+        Run::new(host, tokens, &plan).all(&plan, sink, hooks)?
+    });
+    timings.prefill_ms = ms(started.elapsed());
+    timings.other_ms = timings.prefill_ms - timings.gemm_ms - timings.attention_ms - timings.write_ms;
+    Ok(timings)
+}
+
+fn ms(d: Duration) -> f64 {
+    d.as_secs_f64() * 1e3
+}
+
+/// What queries are rounded to before they meet keys. ggml's tiled attention, which takes batches of 64 rows and more,
+/// keeps them f32; it exists for caches whose keys and values are both f16 or both f32 (`use_tiled` in
+/// `ggml_compute_forward_flash_attn_ext_f16`). For others, queries become what the keys are.
+fn round_q(options: &Options) -> Precision {
+    match (options.type_k, options.type_v) {
+        (CacheType::F16, CacheType::F16) | (CacheType::F32, CacheType::F32) => Precision::F32,
+        (keys, _) => precision(keys),
+    }
+}
+
+/// What every step needs to know.
+#[derive(Copy, Clone)]
+struct Host<'a, K> {
+    kernel: K,
+    pool: &'a Pool,
+    model: &'a Model<'a>,
+    /// What attention's keys and values are rounded to: the decoder reads them back from its cache.
+    round_k: Precision,
+    round_v: Precision,
+    round_q: Precision,
+}
+
+impl<'a, K: Kernel> Host<'a, K> {
+    /// The tensors of a command's layer.
+    fn weights(&self, c: &Command) -> &'a LayerWeights<'a> {
+        &self.model.weights().layers[c.layer]
+    }
+
+    /// `out = acts * weight + bias` for projections of the same activations; `out` is row-major, a row per position.
+    fn project(&self, acts: &Activations, parts: Vec<(&Linear<'_>, &mut [f32])>) {
+        let mut jobs = Vec::with_capacity(parts.len());
+        for (linear, out) in parts {
+            let out = Columns::new(out, acts.m(), linear.weight.n());
+            jobs.push(Job { weight: linear.weight, bias: linear.bias.as_deref(), out });
+        }
+        gemm(self.kernel, self.pool, acts, &jobs);
+    }
+}
+
+/// What passes between the residual stream and the kinds of layers.
+struct Stage {
+    /// The normed residual rows of a chunk, rounded: the input of a half.
+    input: Activations,
+    /// Its output, one row per position of the chunk.
+    out: Vec<f32>,
+}
+
+/// Buffers and state of one run.
+struct Run<'a, K> {
+    host: Host<'a, K>,
+    tokens: &'a [u32],
+    /// The residual stream of every position, row-major.
+    x: Vec<f32>,
+    stage: Stage,
+    attention: attention::Room,
+    dense: dense::Room,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<(Vec<f32>, Vec<half::f16>)> = RefCell::default();
+}
+
+impl<'a, K: Kernel> Run<'a, K> {
+    fn new(host: Host<'a, K>, tokens: &'a [u32], plan: &Plan) -> Run<'a, K> {
+        let (spec, weights) = (host.model.spec(), host.model.weights());
+        let (m, e) = (plan.chunk, spec.n_embd);
+        Run {
+            host,
+            tokens,
+            x: vec![0.0; tokens.len() * e],
+            stage: Stage { input: Activations::new(m, e, &weights.input_types()), out: vec![0.0; m * e] },
+            attention: attention::Room::new(host.model, m, tokens.len()),
+            dense: dense::Room::new(host.model, m),
+        }
+    }
+
+    fn all(mut self, plan: &Plan, sink: &mut dyn KvSink, hooks: &mut dyn Hooks) -> Result<Timings, Error> {
+        let mut t = Timings::default();
+        let n_layer = self.host.model.spec().layers.len();
+        for c in plan.commands() {
+            let c = &c;
+            if hooks.stop() {
+                return Err(Error::Stopped);
+            }
+            let (started, work) = (Instant::now(), c.work());
+            if work == Work::Gemm {
+                t.first_gemm.get_or_insert(started);
+            }
+            match &c.op {
+                Op::Embed => self.embed(c)?,
+                Op::Norm(half) => self.norm(c, *half)?,
+                Op::Attention(op) => t.write_ms += self.attention.step(&self.host, &mut self.stage, c, op, sink)?,
+                Op::Dense(op) => self.dense.step(&self.host, &mut self.stage, c, op)?,
+                Op::Join(half) => self.join(c, *half),
+            }
+            let took = ms(started.elapsed());
+            match work {
+                Work::Gemm => t.gemm_ms += took,
+                Work::Attention => t.attention_ms += took,
+                Work::Other => {}
+            }
+            if c.ends {
+                hooks.progress(c.layer, n_layer, c.rows.end, plan.n_tokens);
+            }
+        }
+        Ok(t)
+    }
+
+    fn embed(&mut self, c: &Command) -> Result<(), Error> {
+        let spec = self.host.model.spec();
+        let table = &self.host.model.weights().token_embd;
+        let scale = if spec.arch.scaled_embedding { (spec.n_embd as f32).sqrt() } else { 1.0 };
+        for at in c.rows.clone() {
+            let row = &mut self.x[at * spec.n_embd..][..spec.n_embd];
+            let bytes = table.row(u64::from(self.tokens[at])).expect("ids were checked against the vocabulary");
+            gguf::dequant::dequantize(table.ty, bytes, row)?;
+            if spec.arch.scaled_embedding {
+                row.iter_mut().for_each(|v| *v *= scale);
+            }
+        }
+        Ok(())
+    }
+
+    /// The norm of residual rows; complains about the first row that is not finite.
+    fn norm(&mut self, c: &Command, half: Half) -> Result<(), Error> {
+        let Host { kernel, pool, model, .. } = self.host;
+        let weights = self.host.weights(c);
+        let (norm, what) = match half {
+            Half::Mixer => (&weights.norm, "the input of attention"),
+            Half::FeedForward => (&weights.ffn_norm, "the input of the feed-forward network"),
+        };
+        let (e, eps) = (model.spec().n_embd, model.spec().eps);
+        let (bad, x) = (Bad::default(), &self.x);
+        self.stage.input.reshape(c.rows.len(), e);
+        self.stage.input.fill(kernel, pool, |i, row| {
+            let x = &x[(c.rows.start + i) * e..][..e];
+            kernel.rows(|| rowops::rms_norm(x, &norm.weight, eps, row));
+            bad.check(row, c.rows.start + i);
+        });
+        bad.result(c.layer, what)
+    }
+
+    /// `x += post_norm(out)`.
+    fn join(&mut self, c: &Command, half: Half) {
+        let Host { kernel, pool, model, .. } = self.host;
+        let weights = self.host.weights(c);
+        let norm = match half {
+            Half::Mixer => weights.post_norm.as_ref(),
+            Half::FeedForward => weights.ffn_post_norm.as_ref(),
+        };
+        let (e, eps) = (model.spec().n_embd, model.spec().eps);
+        let out = &self.stage.out;
+        let mut rows: Vec<&mut [f32]> = self.x[c.rows.start * e..c.rows.end * e].chunks_exact_mut(e).collect();
+        pool.for_each_mut(&mut rows, |i, x| {
+            let out = &out[i * e..][..e];
+            match norm {
+                None => kernel.rows(|| rowops::add(x, out)),
+                Some(norm) => SCRATCH.with_borrow_mut(|(buffer, _)| {
+                    buffer.resize(e, 0.0);
+                    kernel.rows(|| {
+                        rowops::rms_norm(out, &norm.weight, eps, buffer);
+                        rowops::add(x, buffer);
+                    });
+                }),
+            }
+        });
+    }
+}
+
+/// The first position at which something was not finite. Rounding to integers would hide it.
+struct Bad(AtomicUsize);
+
+impl Default for Bad {
+    fn default() -> Self {
+        Bad(AtomicUsize::new(usize::MAX))
+    }
+}
+
+impl Bad {
+    fn check(&self, row: &[f32], position: usize) {
+        // 0 * x is NaN for NaN and infinity, and 0 for everything else.
+        let mut lanes = [0f32; 16];
+        let (chunks, rest) = row.as_chunks::<16>();
+        for c in chunks {
+            lanes.iter_mut().zip(c).for_each(|(l, v)| *l += v * 0.0);
+        }
+        let total: f32 = lanes.iter().sum::<f32>() + rest.iter().map(|v| v * 0.0).sum::<f32>();
+        if total != 0.0 {
+            self.0.fetch_min(position, Ordering::Relaxed);
+        }
+    }
+
+    fn result(self, layer: usize, what: &'static str) -> Result<(), Error> {
+        match self.0.into_inner() {
+            usize::MAX => Ok(()),
+            position => Err(Error::NotFinite { layer: layer as u32, position: position as u32, what }),
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Attention as a kind of mixer: its numbers, tensors, steps and costs.
+
+use crate::Error;
+use crate::arch::Presence;
+use crate::plan::Op;
+use crate::spec::{Common, MAX_WIDTH, Spec};
+use crate::weights::{Linear, Loader};
+use npu_kernels::WeightType;
+use npu_kernels::host::attention::HeadCache;
+
+/// One layer's numbers.
+#[derive(Clone, Debug)]
+pub struct AttentionSpec {
+    /// Query heads.
+    pub n_head: usize,
+    /// Key-value heads.
+    pub n_head_kv: usize,
+    /// Channels of one key head (and query head).
+    pub head_k: usize,
+    /// Channels of one value head.
+    pub head_v: usize,
+    /// Multiplies scores.
+    pub scale: f32,
+    /// Whether the layer sees only the window.
+    pub windowed: bool,
+    /// Which of [`Spec::ropes`].
+    pub rope: usize,
+}
+
+/// One layer's tensors.
+#[derive(Debug)]
+#[allow(missing_docs)] // llama.cpp's tensor names
+pub struct AttentionWeights<'g> {
+    pub q: Linear<'g>,
+    pub k: Linear<'g>,
+    pub v: Linear<'g>,
+    pub q_norm: Option<Vec<f32>>,
+    pub k_norm: Option<Vec<f32>>,
+    pub o: Linear<'g>,
+}
+
+/// One step.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum AttentionOp {
+    /// Query, key and value projections; without the query in the last layer.
+    Qkv {
+        /// Inputs.
+        k: usize,
+        /// Outputs of the three.
+        n: [usize; 3],
+    },
+    /// Head norms, RoPE, rounding to the cache's type; keys and values go to the sink and to attention.
+    StoreKv,
+    /// Attention of the chunk's queries over everything before them.
+    Attend {
+        /// Query heads.
+        heads: usize,
+        /// Channels of a head.
+        head: usize,
+        /// The window, in a layer that has one.
+        window: Option<u32>,
+    },
+    /// Output projection.
+    Out {
+        /// Inputs.
+        k: usize,
+        /// Outputs.
+        n: usize,
+    },
+}
+
+impl AttentionSpec {
+    /// Reads all layers' numbers.
+    pub(crate) fn read(c: &Common<'_>, windowed: &dyn Fn(usize) -> bool) -> Result<Vec<AttentionSpec>, Error> {
+        let (keys, n_layer, n_embd) = (&c.keys, c.n_layer, c.n_embd);
+        let n_head = keys
+            .per_layer("attention.head_count", n_layer, MAX_WIDTH)?
+            .ok_or_else(|| keys.wrong("attention.head_count", "no such key", "the number of query heads"))?;
+        let n_head_kv =
+            keys.per_layer("attention.head_count_kv", n_layer, MAX_WIDTH)?.unwrap_or_else(|| n_head.clone());
+        let head = |key: &str| match keys.u32(key)? {
+            Some(value) => keys.in_range(key, value, MAX_WIDTH),
+            None if n_embd.is_multiple_of(n_head[0]) => Ok(n_embd / n_head[0]),
+            None => Err(keys.wrong(
+                key,
+                "no such key",
+                format!("it, since {n_embd} channels are no multiple of {} heads", n_head[0]),
+            )),
+        };
+        let (head_k, head_v) = (head("attention.key_length")?, head("attention.value_length")?);
+        if head_k != head_v {
+            // llama.cpp asserts it for these architectures.
+            return Err(keys.wrong("attention.value_length", head_v, format!("{head_k}, the key_length")));
+        }
+        for (h, kv) in n_head.iter().zip(&n_head_kv) {
+            if !h.is_multiple_of(*kv) {
+                return Err(keys.wrong("attention.head_count_kv", kv, format!("a divisor of {h} query heads")));
+            }
+        }
+        let scaled = match c.arch.embd_scale_at_layers {
+            Some(at) if at == n_layer => n_embd as f32 / n_head[0] as f32,
+            _ => head_k as f32,
+        };
+        let layer = |i: usize| AttentionSpec {
+            n_head: n_head[i] as usize,
+            n_head_kv: n_head_kv[i] as usize,
+            head_k: head_k as usize,
+            head_v: head_v as usize,
+            scale: 1.0 / scaled.sqrt(),
+            windowed: windowed(i),
+            rope: usize::from(windowed(i)),
+        };
+        Ok((0..n_layer as usize).map(layer).collect())
+    }
+
+    /// Channels of a position's keys.
+    pub fn n_embd_k(&self) -> usize {
+        self.n_head_kv * self.head_k
+    }
+
+    /// Channels of a position's values.
+    pub fn n_embd_v(&self) -> usize {
+        self.n_head_kv * self.head_v
+    }
+
+    pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
+        let e = spec.n_embd;
+        let q = if last { 0 } else { self.n_head * self.head_k };
+        let mut ops = vec![AttentionOp::Qkv { k: e, n: [q, self.n_embd_k(), self.n_embd_v()] }, AttentionOp::StoreKv];
+        if !last {
+            let window = spec.window.filter(|_| self.windowed);
+            ops.push(AttentionOp::Attend { heads: self.n_head, head: self.head_k, window });
+            ops.push(AttentionOp::Out { k: self.n_head * self.head_v, n: e });
+        }
+        ops.into_iter().map(Op::Attention).collect()
+    }
+}
+
+impl<'g> AttentionWeights<'g> {
+    pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, a: &AttentionSpec, prefix: &str) -> Result<Self, Error> {
+        let (arch, e) = (spec.arch, spec.n_embd);
+        let name = |what: &str| format!("{prefix}.{what}.weight");
+        let [q, k, v] = qkv(loader, prefix, e, [a.n_head * a.head_k, a.n_embd_k(), a.n_embd_v()], arch.qkv_bias)?;
+        Ok(AttentionWeights {
+            q,
+            k,
+            v,
+            q_norm: loader.vector(&name("attn_q_norm"), a.head_k, arch.qk_norm)?,
+            k_norm: loader.vector(&name("attn_k_norm"), a.head_k, arch.qk_norm)?,
+            o: loader.linear(&format!("{prefix}.attn_output"), a.n_head * a.head_v, e, arch.other_bias)?,
+        })
+    }
+
+    pub(crate) fn input_types(&self) -> Vec<WeightType> {
+        [&self.q, &self.k, &self.v].map(|l| l.weight.ty()).into()
+    }
+}
+
+/// Query, key and value projections: three tensors, or one with their rows below each other.
+fn qkv<'g>(
+    loader: &mut Loader<'g>,
+    prefix: &str,
+    k: usize,
+    n: [usize; 3],
+    bias: Presence,
+) -> Result<[Linear<'g>; 3], Error> {
+    let fused = format!("{prefix}.attn_qkv");
+    if !loader.has(&format!("{fused}.weight")) {
+        let mut part = |name: &str, n| loader.linear(&format!("{prefix}.{name}"), k, n, bias);
+        return Ok([part("attn_q", n[0])?, part("attn_k", n[1])?, part("attn_v", n[2])?]);
+    }
+    let all = loader.linear(&fused, k, n.iter().sum(), bias)?;
+    let mut from = 0;
+    Ok(n.map(|n| {
+        from += n;
+        all.rows(from - n, n)
+    }))
+}
+
+impl AttentionOp {
+    /// Multiplications and additions over `rows`.
+    pub(crate) fn flops(&self, rows: &std::ops::Range<usize>) -> u64 {
+        let m = rows.len() as u64;
+        match self {
+            AttentionOp::Qkv { k, n } => 2 * m * *k as u64 * n.iter().sum::<usize>() as u64,
+            AttentionOp::Out { k, n } => 2 * m * (*k * *n) as u64,
+            AttentionOp::Attend { heads, head, window } => {
+                let seen = |p: usize| window.map_or(p + 1, |w| (p + 1).min(w as usize)) as u64;
+                rows.clone().map(seen).sum::<u64>() * 4 * (*heads * *head) as u64
+            }
+            AttentionOp::StoreKv => 0,
+        }
+    }
+}
+
+/// The attention layers of a model.
+pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &AttentionSpec> {
+    spec.layers.iter().filter_map(|l| l.mixer.attention())
+}
+
+/// Bytes that attention takes: one layer's keys and values of all positions, and a chunk's queries, keys, values and
+/// outputs, which stand once as f32 and once, at most, as rounded tiles (about 1.5 bytes a value for each kind).
+pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
+    let widest = |f: &dyn Fn(&AttentionSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
+    let (q, kv) = (widest(&|a| a.n_head * a.head_k), widest(&|a| a.n_embd_k() + a.n_embd_v()));
+    let cache = widest(&|a| a.n_head_kv * HeadCache::bytes(a.head_k, a.head_v, n_tokens));
+    cache + chunk * 4 * (q + kv + q + q)
+}

@@ -1,0 +1,160 @@
+//! What layers are made of: something that mixes positions, then a feed-forward network, each of a kind.
+//!
+//! A kind has a file here - its numbers, its tensors, its steps and what they cost - and one of the same name beside
+//! `exec` that carries the steps out. The enums below are all that knows of every kind.
+
+pub mod attention;
+pub mod dense;
+
+use crate::Error;
+use crate::arch::Presence;
+use crate::plan::Op;
+use crate::spec::{LayerSpec, Spec};
+use crate::weights::{Loader, Norm};
+use attention::{AttentionSpec, AttentionWeights};
+use dense::{DenseSpec, DenseWeights};
+use npu_kernels::WeightType;
+
+/// What mixes the positions of a layer.
+#[derive(Clone, Debug)]
+pub enum Mixer {
+    /// Queries, keys and values.
+    Attention(AttentionSpec),
+}
+
+/// What follows in a layer, position by position.
+#[derive(Clone, Debug)]
+pub enum FeedForward {
+    /// One network for all positions.
+    Dense(DenseSpec),
+}
+
+impl Mixer {
+    /// The numbers of attention.
+    pub fn attention(&self) -> Option<&AttentionSpec> {
+        match self {
+            Mixer::Attention(a) => Some(a),
+        }
+    }
+
+    /// The steps of a chunk; of the last layer only those that the decoder's memory needs.
+    pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
+        match self {
+            Mixer::Attention(a) => a.ops(spec, last),
+        }
+    }
+}
+
+impl FeedForward {
+    /// The numbers of a plain network.
+    pub fn dense(&self) -> Option<&DenseSpec> {
+        match self {
+            FeedForward::Dense(d) => Some(d),
+        }
+    }
+
+    /// The steps of a chunk.
+    pub(crate) fn ops(&self, spec: &Spec) -> Vec<Op> {
+        match self {
+            FeedForward::Dense(d) => d.ops(spec),
+        }
+    }
+}
+
+/// One layer's tensors.
+#[derive(Debug)]
+pub struct LayerWeights<'g> {
+    /// Before the mixer.
+    pub norm: Norm,
+    /// The mixer's.
+    pub mixer: MixerWeights<'g>,
+    /// After it, before its output joins the residual stream.
+    pub post_norm: Option<Norm>,
+    /// Before the feed-forward network.
+    pub ffn_norm: Norm,
+    /// The network's.
+    pub ffn: FfnWeights<'g>,
+    /// After it, before its output joins the residual stream.
+    pub ffn_post_norm: Option<Norm>,
+}
+
+/// Tensors of a [`Mixer`].
+#[derive(Debug)]
+#[allow(missing_docs)] // the names are the kinds'
+pub enum MixerWeights<'g> {
+    Attention(AttentionWeights<'g>),
+}
+
+/// Tensors of a [`FeedForward`].
+#[derive(Debug)]
+#[allow(missing_docs)] // the names are the kinds'
+pub enum FfnWeights<'g> {
+    Dense(DenseWeights<'g>),
+}
+
+impl<'g> MixerWeights<'g> {
+    fn load(loader: &mut Loader<'g>, spec: &Spec, mixer: &Mixer, prefix: &str) -> Result<Self, Error> {
+        Ok(match mixer {
+            Mixer::Attention(a) => MixerWeights::Attention(AttentionWeights::load(loader, spec, a, prefix)?),
+        })
+    }
+
+    /// Attention's.
+    pub fn attention(&self) -> Option<&AttentionWeights<'g>> {
+        match self {
+            MixerWeights::Attention(a) => Some(a),
+        }
+    }
+
+    /// Types of the matrices that meet the normed residual stream.
+    pub fn input_types(&self) -> Vec<WeightType> {
+        match self {
+            MixerWeights::Attention(a) => a.input_types(),
+        }
+    }
+}
+
+impl<'g> FfnWeights<'g> {
+    fn load(loader: &mut Loader<'g>, spec: &Spec, ffn: &FeedForward, prefix: &str) -> Result<Self, Error> {
+        Ok(match ffn {
+            FeedForward::Dense(d) => FfnWeights::Dense(DenseWeights::load(loader, spec, d, prefix)?),
+        })
+    }
+
+    /// A plain network's.
+    pub fn dense(&self) -> Option<&DenseWeights<'g>> {
+        match self {
+            FfnWeights::Dense(d) => Some(d),
+        }
+    }
+
+    /// Types of the matrices that meet the normed residual stream.
+    pub fn input_types(&self) -> Vec<WeightType> {
+        match self {
+            FfnWeights::Dense(d) => d.input_types(),
+        }
+    }
+}
+
+impl<'g> LayerWeights<'g> {
+    /// Finds and checks layer `i`'s tensors.
+    pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, l: &LayerSpec, i: usize) -> Result<Self, Error> {
+        let prefix = format!("blk.{i}");
+        let post = if spec.arch.post_norms { Presence::Required } else { Presence::Never };
+        let name = |what: &str| format!("{prefix}.{what}");
+        let e = spec.n_embd;
+        Ok(LayerWeights {
+            norm: loader.norm(&name("attn_norm"), e)?,
+            mixer: MixerWeights::load(loader, spec, &l.mixer, &prefix)?,
+            post_norm: loader.maybe_norm(&name("post_attention_norm"), e, post)?,
+            ffn_norm: loader.norm(&name("ffn_norm"), e)?,
+            ffn: FfnWeights::load(loader, spec, &l.ffn, &prefix)?,
+            ffn_post_norm: loader.maybe_norm(&name("post_ffw_norm"), e, post)?,
+        })
+    }
+}
+
+/// Bytes that a run needs for the steps of all layers, per kind: for the whole prompt, and for a chunk.
+pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
+    attention::memory(spec, n_tokens, chunk) + dense::memory(spec, chunk)
+}

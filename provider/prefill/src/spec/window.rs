@@ -1,0 +1,29 @@
+//! Which layers see only a window of positions, and how long it is.
+
+use super::Common;
+use crate::Error;
+
+/// The window and which layers have it.
+pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Error> {
+    let Common { keys, arch, n_layer, .. } = common;
+    let Some(rule) = arch.window else { return Ok(None) };
+    let Some(window) = keys.u32("attention.sliding_window")?.filter(|w| *w > 0) else { return Ok(None) };
+    let key = "attention.sliding_window_pattern";
+    let pattern = keys.gguf.get(&keys.name(key));
+    let layers = match pattern {
+        Some(gguf::Value::Array(array)) => {
+            if array.len() != *n_layer as usize {
+                return Err(keys.wrong(key, format!("{} entries", array.len()), format!("{n_layer}, one per layer")));
+            }
+            match array.elem_type() {
+                gguf::ValueType::Bool => array.iter_bool()?.collect::<Result<Vec<_>, _>>()?,
+                _ => array.iter_i64()?.map(|v| v.map(|v| v != 0)).collect::<Result<Vec<_>, _>>()?,
+            }
+        }
+        _ => {
+            let period = keys.u32(key)?.unwrap_or(rule.period);
+            (0..*n_layer).map(|i| period == 0 || i % period < period - 1).collect()
+        }
+    };
+    Ok(Some((window, layers)))
+}
