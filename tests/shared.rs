@@ -39,7 +39,7 @@ fn spec(n_layer: u32, ty: CacheType) -> KvSpec {
     let layers = (0..n_layer).map(|layer| LayerKv { layer, n_embd_k: 32, n_embd_v: 32 }).collect();
     let sections = vec![KvSection { layers, window: None }];
     let (v_trans, cell_ext, swa_full) = (false, false, false);
-    KvSpec { sections, type_k: ty, type_v: ty, v_trans, cell_ext, swa_full, n_stream: 1 }
+    KvSpec { sections, recurrent: None, type_k: ty, type_v: ty, v_trans, cell_ext, swa_full, n_stream: 1 }
 }
 
 fn params(n_ctx: u32, ty: CacheType) -> ShareParams {

@@ -106,6 +106,7 @@ impl Shape {
         }
         KvSpec {
             sections,
+            recurrent: None,
             type_k: o.type_k,
             type_v: o.type_v,
             v_trans: !o.flash_attn,

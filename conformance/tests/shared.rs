@@ -32,6 +32,7 @@ fn spec() -> KvSpec {
     let layer = |layer| LayerKv { layer, n_embd_k: 64, n_embd_v: 32 };
     KvSpec {
         sections: vec![KvSection { layers: (0..3).map(layer).collect(), window: None }],
+        recurrent: None,
         type_k: CacheType::F16,
         type_v: CacheType::F16,
         v_trans: false,

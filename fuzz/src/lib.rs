@@ -54,7 +54,7 @@ impl<'a> Arbitrary<'a> for Memory {
             }
             sections.push(KvSection { layers, window });
         }
-        Ok(Memory { spec: KvSpec { sections, type_k, type_v, v_trans, cell_ext, swa_full, n_stream }, n_ctx, n_ubatch })
+        Ok(Memory { spec: KvSpec { sections, recurrent: None, type_k, type_v, v_trans, cell_ext, swa_full, n_stream }, n_ctx, n_ubatch })
     }
 }
 
@@ -247,6 +247,7 @@ pub fn models() -> [KvSpec; 4] {
     };
     let spec = |sections, type_k, type_v| KvSpec {
         sections,
+        recurrent: None,
         type_k,
         type_v,
         v_trans: false,

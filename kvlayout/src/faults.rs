@@ -6,7 +6,8 @@
 //! [`compare`](crate::compare).
 
 use crate::{
-    Cell, Field, KvSection, KvSpec, ParseError, Part, Place, RowsError, Section, Shape, State, StateVersion, TokenForm,
+    CacheType, Cell, Field, KvSection, KvSpec, ParseError, Part, Place, RecSection, RowsError, Section, Shape, State,
+    StateVersion, TokenForm,
 };
 
 /// What is known of what a state should be. Whatever is `None` (or `false`) is not held against it.
@@ -357,6 +358,11 @@ pub fn check(state: &State, expect: &Expect) -> Vec<Fault> {
                     [] if state.tokens.is_empty() => {}
                     [] => faults.push(Fault::NoCells { section: i, tokens: state.tokens.len() }),
                     cells => {
+                        // A sequence has one state; a server holds several cells for one to be an error of its own.
+                        if cells.len() > 1 {
+                            let place = Some(Place { section: i, layer: None });
+                            faults.push(mismatch(Field::CellCount, place, 1, cells.len()));
+                        }
                         if let Some(c) = cells.iter().find(|c| i64::from(c.pos) != last) {
                             faults.push(Fault::LastPosition { section: i, want: last, found: c.pos });
                         }
@@ -415,8 +421,12 @@ fn shape(state: &State, spec: &KvSpec, faults: &mut Vec<Fault>) {
     if state.cell_ext != spec.cell_ext {
         faults.push(mismatch(Field::CellExt, None, spec.cell_ext, state.cell_ext));
     }
-    if state.sections.len() != spec.sections.len() {
-        faults.push(mismatch(Field::Sections, None, spec.sections.len(), state.sections.len()));
+    let n_sections = spec.sections.len() + usize::from(spec.recurrent.is_some());
+    if state.sections.len() != n_sections {
+        faults.push(mismatch(Field::Sections, None, n_sections, state.sections.len()));
+    }
+    if let Some(want) = &spec.recurrent {
+        recurrent_shape(state, want, spec.sections.len(), faults);
     }
     for (section, (found, want)) in state.sections.iter().zip(&spec.sections).enumerate() {
         let place = Some(Place { section, layer: None });
@@ -459,6 +469,37 @@ fn shape(state: &State, spec: &KvSpec, faults: &mut Vec<Fault>) {
                 if t.width != width {
                     faults.push(mismatch(size_field, place, format!("{width} channels"), t.width));
                 }
+            }
+        }
+    }
+}
+
+/// The same of the recurrent memory, which stands at `section`.
+fn recurrent_shape(state: &State, want: &RecSection, section: usize, faults: &mut Vec<Fault>) {
+    let place = Some(Place { section, layer: None });
+    let rec = match state.sections.get(section) {
+        Some(Section::Rec(rec)) => rec,
+        Some(Section::Kv(_)) => {
+            return faults.push(mismatch(Field::Sections, place, "a recurrent memory", "an attention cache"));
+        }
+        // Too few sections: that has been said.
+        None => return,
+    };
+    if rec.n_layer != want.n_layer {
+        faults.push(mismatch(Field::NLayer, place, want.n_layer, rec.n_layer));
+    }
+    if rec.records.len() != 2 * want.layers.len() {
+        faults.push(mismatch(Field::RecordCount, place, 2 * want.layers.len(), rec.records.len()));
+        return;
+    }
+    for (layer, l) in want.layers.iter().enumerate() {
+        let place = Some(Place { section, layer: Some(layer) });
+        for (t, width) in [(&rec.r()[layer], l.n_embd_r), (&rec.s()[layer], l.n_embd_s)] {
+            if t.ty != CacheType::F32 {
+                faults.push(mismatch(Field::RecordType, place, CacheType::F32, t.ty));
+            }
+            if t.width != width {
+                faults.push(mismatch(Field::RecordRowSize, place, format!("{width} numbers"), t.width));
             }
         }
     }

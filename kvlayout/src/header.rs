@@ -410,6 +410,9 @@ impl Header {
         if self.params.flash_attn == Some(false) {
             return Err(ShareRefusal::FlashAttention);
         }
+        if spec.recurrent.is_some() {
+            return Err(Refusal::SharedRecurrent.into());
+        }
         if spec.v_trans {
             return Err(Refusal::SharedTransposed.into());
         }

@@ -44,8 +44,8 @@ pub use share::{
     CELL_STEP, DEFAULT_UBATCH, SHARE_ALIGN, SHARE_CHUNK, ShareLayout, ShareRegion, ShareTensor, padded_ctx,
 };
 pub use space::{ByteSpace, MemSpace};
-pub use spec::{KvSection, KvSpec, LayerKv, Order, Part, StateVersion, UnsupportedVersion};
+pub use spec::{KvSection, KvSpec, LayerKv, LayerRec, Order, Part, RecSection, StateVersion, UnsupportedVersion};
 pub use state::{
-    Appendix, Cell, Checkpoint, Field, Kv, KvShape, ParseError, Place, Rec, RecCell, RowsError, Section, SectionShape,
-    Shape, State, Stream, Tensor, TokenForm, read_version,
+    Appendix, Cell, Checkpoint, Field, Kv, KvShape, ParseError, Place, Rec, RecCell, RecShape, RowsError, Section,
+    SectionShape, Shape, State, Stream, Tensor, TokenForm, read_version,
 };

@@ -2,14 +2,14 @@
 //! refused here, so that whoever fills the bytes has nothing left to decide. It is not the reader:
 //! [`State`](crate::State) takes files apart with code of its own.
 
-use crate::{CacheType, KvSpec, Order, Part, StateVersion};
+use crate::{CacheType, KvSpec, Order, Part, RecSection, StateVersion};
 use std::collections::HashMap;
 use std::ops::Range;
 
 /// Where one tensor lies.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Window {
-    /// Index of the section in the [`KvSpec`].
+    /// Index of the section in the file: that in the [`KvSpec`], after whose attention sections the recurrent one stands.
     pub section: usize,
     /// Which region, where a byte space has several; always 0 in a state file.
     pub region: u16,
@@ -23,7 +23,7 @@ pub struct Window {
     pub width: u32,
     /// Which of the two runs fastest.
     pub order: Order,
-    /// The positions that are kept: all of them, or the last window + 1.
+    /// The positions that are kept: all of them, or the last window + 1; of recurrent state the last one alone.
     pub positions: Range<u32>,
 }
 
@@ -66,7 +66,17 @@ impl Window {
 /// | layers × (i32, u64, rows) | **all** K tensors: type, bytes per row, *c* rows |
 /// | layers × (i32, u64, rows) | all V tensors, the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
 ///
-/// A model with sliding-window and full layers has two sections, the full one first. All arithmetic is checked, and a
+/// A model with sliding-window and full layers has two sections, the full one first. A recurrent memory, if there is one, is
+/// the last section, and not like the others:
+///
+/// | bytes | meaning |
+/// |---|---|
+/// | u32 1, i32, u32 0 | one cell: the position of the last token, and no sequences |
+/// | u32 0, u32 | not transposed; the number of layers of the *model* |
+/// | layers × (i32 0, u64, row) | R of all layers with state: f32, bytes per row, the one row |
+/// | layers × (i32 0, u64, row) | S of the same layers, likewise; a row may have no bytes |
+///
+/// It is the state after exactly these tokens and cannot step back: whoever restores it must have one token more to evaluate. All arithmetic is checked, and a
 /// state of any size is mapped without being written.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvMap {
@@ -106,8 +116,16 @@ pub enum Refusal {
         ty: CacheType,
     },
     /// No section has a layer.
-    #[error("the model has no layer with keys and values")]
+    #[error("the model has no layer with keys and values, nor one with recurrent state")]
     NoLayers,
+    /// A recurrent layer that the model does not have.
+    #[error("recurrent state of layer {layer}, in a model of {n_layer} layers")]
+    RecurrentLayer {
+        /// Model layer.
+        layer: u32,
+        /// Layers of the model.
+        n_layer: u32,
+    },
     /// Layers are stored by ascending model index, each once.
     #[error("section {section}: layer {layer} stands after or in another place than it should: ascending, each once")]
     LayerOrder {
@@ -154,6 +172,9 @@ pub enum Refusal {
     /// A shared memory is that of one sequence.
     #[error("{0} streams: memory is shared by a decoder of 1 (-np 1)")]
     SharedStreams(u32),
+    /// Recurrent state is not in the regions that a decoder shares.
+    #[error("the model has recurrent state, which is no part of a decoder's shared memory: use the file route (--out)")]
+    SharedRecurrent,
     /// The rows of a transposed V are no rows.
     #[error("V is transposed (flash attention off), and shared memory takes rows: run the decoder with -fa on")]
     SharedTransposed,
@@ -206,7 +227,9 @@ impl KvMap {
         if !(1..=MAX_STREAMS).contains(&spec.n_stream) {
             return Err(Refusal::Streams(spec.n_stream));
         }
-        if spec.sections.iter().all(|s| s.layers.is_empty()) {
+        if spec.sections.iter().all(|s| s.layers.is_empty())
+            && spec.recurrent.as_ref().is_none_or(|r| r.layers.is_empty())
+        {
             return Err(Refusal::NoLayers);
         }
 
@@ -274,6 +297,9 @@ impl KvMap {
                 }
             }
             (1..spec.n_stream).for_each(|_| b.word(0));
+        }
+        if let Some(rec) = &spec.recurrent {
+            b.recurrent(rec, spec.sections.len(), n_tokens)?;
         }
         let Builder { at: size, fixed, windows, index } = b;
         if size > i64::MAX as u64 {
@@ -354,6 +380,39 @@ impl Builder {
         let start = self.at;
         self.at = start.checked_add(len).filter(|&end| end <= i64::MAX as u64).ok_or(Refusal::TooLarge)?;
         Ok(start)
+    }
+
+    /// The recurrent section: one cell, at the last position.
+    fn recurrent(&mut self, rec: &RecSection, section: usize, n_tokens: u32) -> Result<(), Refusal> {
+        let positions = n_tokens - 1..n_tokens;
+        self.word(1);
+        self.word(positions.start);
+        self.word(0);
+        self.word(0);
+        self.word(rec.n_layer);
+        for part in [Part::R, Part::S] {
+            for l in &rec.layers {
+                if l.layer >= rec.n_layer {
+                    return Err(Refusal::RecurrentLayer { layer: l.layer, n_layer: rec.n_layer });
+                }
+                if (l.n_embd_r, l.n_embd_s) == (0, 0) {
+                    return Err(Refusal::NoChannels { layer: l.layer, part });
+                }
+                let width = if part == Part::R { l.n_embd_r } else { l.n_embd_s };
+                let elem = CacheType::F32;
+                let row_bytes = u64::from(width) * elem.block_bytes();
+                self.word(elem.id());
+                self.long(row_bytes);
+                let (order, positions) = (Order::Rows, positions.clone());
+                let mut w = Window { section, region: 0, offset: 0, row_bytes, elem, width, order, positions };
+                w.offset = self.hole(row_bytes)?;
+                // A row of no bytes is whole from the beginning: there is nothing to wait for.
+                if width > 0 {
+                    self.window(l.layer, part, w)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     fn window(&mut self, layer: u32, part: Part, w: Window) -> Result<(), Refusal> {

@@ -19,6 +19,9 @@ impl KvMap {
         if n_tokens >= i32::MAX as u32 {
             return Err(Refusal::TooManyTokens(n_tokens as usize));
         }
+        if spec.recurrent.is_some() {
+            return Err(Refusal::SharedRecurrent);
+        }
         if spec.v_trans {
             return Err(Refusal::SharedTransposed);
         }

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 /// What takes the keys and values of a prefill.
 pub trait KvSink {
-    /// Takes rows `positions` of a tensor: `positions.len()` × width values, row after row; K after RoPE.
+    /// Takes rows `positions` of a tensor: `positions.len()` × width values, row after row; K after RoPE. Recurrent state, R
+    /// and S, has one row, at the last position.
     ///
     /// They are converted to the cache's type, rounded to nearest even. Positions before a sliding window are checked
     /// for NaN and infinity like all others (they would spoil what is computed from them), then dropped. Tensors and

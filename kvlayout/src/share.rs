@@ -245,6 +245,9 @@ pub(crate) fn parts(spec: &KvSpec, l: &LayerKv) -> [(Part, CacheType, u32); 2] {
 
 /// Checks what a spec must be for its memory to be shared, apart from V's order: the layout of a transposed V is the same.
 fn check_spec(spec: &KvSpec) -> Result<(), Refusal> {
+    if spec.recurrent.is_some() {
+        return Err(Refusal::SharedRecurrent);
+    }
     if spec.n_stream != 1 {
         return Err(Refusal::SharedStreams(spec.n_stream));
     }

@@ -81,11 +81,35 @@ pub struct KvSection {
     pub window: Option<u32>,
 }
 
-/// Everything about a decoder's attention memory that decides the bytes of its state, apart from version and tokens.
+/// One layer of a recurrent memory. Both rows are f32.
+#[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
+pub struct LayerRec {
+    /// Index of the layer in the *model*.
+    pub layer: u32,
+    /// Numbers of the convolution's history (`n_embd_r`): earlier inputs × channels, a channel's inputs side by side, the
+    /// oldest first.
+    pub n_embd_r: u32,
+    /// Numbers of the state (`n_embd_s`). 0 in models that have a history only (LFM2); the file has a row of no bytes then.
+    pub n_embd_s: u32,
+}
+
+/// The recurrent memory of a decoder: one cell for the sequence, which is the state after its last token.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct RecSection {
+    /// Layers of the *model*, those without recurrent state included: it is in the file.
+    pub n_layer: u32,
+    /// The layers that have state, by ascending model index.
+    pub layers: Vec<LayerRec>,
+}
+
+/// Everything about a decoder's memory that decides the bytes of its state, apart from version and tokens.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct KvSpec {
-    /// The sections in file order: one for most models, full attention then sliding window for those that have both.
+    /// The attention sections in file order: one for most models, full attention then sliding window for those that have
+    /// both, none for models without attention.
     pub sections: Vec<KvSection>,
+    /// The recurrent section, which stands after all attention sections; `None` for models without such state.
+    pub recurrent: Option<RecSection>,
     /// Type of the K cache (`-ctk`).
     pub type_k: CacheType,
     /// Type of the V cache (`-ctv`).
@@ -107,9 +131,9 @@ pub enum Part {
     K,
     /// Attention values.
     V,
-    /// Recurrent convolution history.
+    /// Recurrent convolution history, as of after the last position.
     R,
-    /// Recurrent state.
+    /// Recurrent state, likewise.
     S,
 }
 

@@ -146,8 +146,8 @@ pub struct Tensor {
 /// | u32 | `n_layer`, all layers of the model |
 /// | (i32, u64, *c* rows) × ? | R of the layers that have it, then S of them: type, bytes per row |
 ///
-/// How many layers have R and S is not in the file. Such a section can only be read as the last one, up to the end;
-/// each of its layers has both, so the first half is R.
+/// How many layers have R and S is not in the file. Unless a [`RecShape`] tells it, such a section can only be read as the
+/// last one, up to the end; each of its layers has both, so the first half is R.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rec {
     /// The cells.
@@ -315,7 +315,18 @@ pub enum SectionShape {
     /// It is an attention cache.
     Kv(KvShape),
     /// It is a recurrent memory, which must be the last section.
-    Rec,
+    Rec(RecShape),
+}
+
+/// What is known of a recurrent memory. `None` = whatever the file says; `Some` = anything else is an error at that field.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct RecShape {
+    /// Number of layers of the model.
+    pub n_layer: Option<u32>,
+    /// Type of the records.
+    pub ty: Option<CacheType>,
+    /// Numbers in R and S of each layer that has them, and so how many records there are.
+    pub widths: Option<Vec<(u32, u32)>>,
 }
 
 /// What is known of an attention cache. `None` = whatever the file says; `Some` = anything else is an error at that
@@ -348,7 +359,14 @@ impl From<&KvSpec> for Shape {
                 widths: Some(s.layers.iter().map(|l| (l.n_embd_k, l.n_embd_v)).collect()),
             })
         };
-        Shape { cell_ext: spec.cell_ext, sections: spec.sections.iter().map(section).collect() }
+        let recurrent = spec.recurrent.iter().map(|rec| {
+            SectionShape::Rec(RecShape {
+                n_layer: Some(rec.n_layer),
+                ty: Some(CacheType::F32),
+                widths: Some(rec.layers.iter().map(|l| (l.n_embd_r, l.n_embd_s)).collect()),
+            })
+        });
+        Shape { cell_ext: spec.cell_ext, sections: spec.sections.iter().map(section).chain(recurrent).collect() }
     }
 }
 
@@ -426,7 +444,7 @@ impl State {
     /// cannot be seen this way: that exactly between two sections.
     pub fn parse(bytes: &[u8]) -> Result<State, ParseError> {
         let kv = || SectionShape::Kv(KvShape::default());
-        let rec = || SectionShape::Rec;
+        let rec = || SectionShape::Rec(RecShape::default());
         let kinds = [vec![kv()], vec![kv(), kv()], vec![kv(), rec()], vec![rec()], vec![kv(), kv(), rec()]];
         let head = Reader::new(bytes).head()?;
         let mut best: Option<(usize, Shape)> = None;
@@ -440,7 +458,7 @@ impl State {
                     Ok(_) => {}
                     Err(e) => {
                         let section = e.place.and_then(|p| sections.get(p.section));
-                        errors.push((matches!(section, Some(SectionShape::Rec)), e));
+                        errors.push((matches!(section, Some(SectionShape::Rec(_))), e));
                     }
                 }
             }
@@ -568,7 +586,11 @@ impl State {
             all.all(|other| other == first).then_some(first)
         }
         let sections = self.sections.iter().map(|s| match s {
-            Section::Rec(_) => SectionShape::Rec,
+            Section::Rec(rec) => SectionShape::Rec(RecShape {
+                n_layer: Some(rec.n_layer),
+                ty: same(rec.records.iter().map(|t| t.ty)),
+                widths: Some(rec.r().iter().zip(rec.s()).map(|(r, s)| (r.width, s.width)).collect()),
+            }),
             Section::Kv(kv) => {
                 let filled = || kv.streams.iter().filter(|s| !s.cells.is_empty());
                 let widths = |s: &Stream| {
@@ -829,9 +851,9 @@ impl<'a> Reader<'a> {
                     n_stream = Some(kv.streams.len() as u32);
                     Section::Kv(kv)
                 }
-                SectionShape::Rec => {
+                SectionShape::Rec(rec) => {
                     let filled = sections.iter().any(|s| matches!(s, Section::Kv(kv) if kv.stream().is_some()));
-                    Section::Rec(self.rec(filled)?)
+                    Section::Rec(self.rec(rec, filled)?)
                 }
             });
         }
@@ -1010,7 +1032,7 @@ impl<'a> Reader<'a> {
         Ok(Tensor { ty, width, data: self.data(data) })
     }
 
-    fn rec(&mut self, filled: bool) -> Result<Rec, ParseError> {
+    fn rec(&mut self, shape: &RecShape, filled: bool) -> Result<Rec, ParseError> {
         let section = self.place.map_or(0, |p| p.section);
         // One sequence has one cell. More are read, but not so many that any number would do for a guess.
         let at = self.at;
@@ -1025,19 +1047,28 @@ impl<'a> Reader<'a> {
         }
         self.u32_as(Field::STrans, Some(0))?;
         let at = self.at;
-        let n_layer = self.u32(Field::NLayer)?;
+        let n_layer = self.u32_as(Field::NLayer, shape.n_layer)?;
         if n_layer == 0 {
             return Err(self.error(at, Field::NLayer, "at least 1", "0"));
         }
         let mut records = Vec::new();
+        let fields = [Field::RecordType, Field::RecordRowSize, Field::RecordRows];
+        if let Some(widths) = &shape.widths {
+            let (r, s) = (widths.iter().map(|w| w.0), widths.iter().map(|w| w.1));
+            for (layer, width) in r.enumerate().chain(s.enumerate()) {
+                self.place = Some(Place { section, layer: Some(layer) });
+                records.push(self.rows(fields, n.into(), shape.ty, Some(width))?);
+            }
+            self.place = Some(Place { section, layer: None });
+            return Ok(Rec { cells, n_layer, records });
+        }
         // Each layer has at most R and S.
         while self.left() > 0
             && !self.bytes[self.at..].starts_with(b"SCKP")
             && (records.len() as u64) < 2 * u64::from(n_layer)
         {
             self.place = Some(Place { section, layer: Some(records.len()) });
-            let fields = [Field::RecordType, Field::RecordRowSize, Field::RecordRows];
-            records.push(self.rows(fields, n.into(), None, None)?);
+            records.push(self.rows(fields, n.into(), shape.ty, None)?);
         }
         self.place = Some(Place { section, layer: None });
         if records.len() % 2 != 0 {

@@ -2,7 +2,7 @@
 //! takes without a word included. And whatever bytes come, the reader ends, and gives back what it read.
 
 mod common;
-use common::{dense, ids, state, stream, windowed};
+use common::{dense, hybrid, ids, state, stream, windowed};
 use kvlayout::faults::{Expect, Fault, check, check_bytes};
 use kvlayout::*;
 use proptest::prelude::*;
@@ -42,8 +42,12 @@ fn names(faults: &[Fault]) -> Vec<&'static str> {
 #[test]
 fn a_sound_state_has_none() {
     for version in StateVersion::ALL {
-        for spec in [dense(3, 8), KvSpec { n_stream: 2, ..dense(1, 4) }, KvSpec { v_trans: true, ..windowed(4, 8, 6) }]
-        {
+        for spec in [
+            dense(3, 8),
+            KvSpec { n_stream: 2, ..dense(1, 4) },
+            KvSpec { v_trans: true, ..windowed(4, 8, 6) },
+            hybrid(5, 8),
+        ] {
             for cell_ext in [false, true] {
                 for swa_full in [false, true] {
                     let spec = KvSpec { cell_ext, swa_full, ..spec.clone() };
@@ -399,6 +403,52 @@ fn recurrent_memories() {
 }
 
 #[test]
+fn recurrent_memories_of_another_shape() {
+    let spec = hybrid(5, 8);
+    let good = state(&spec, &ids(9), StateVersion::V4);
+    let from = |of: &KvSpec| names(&check_bytes(&good.write(), &expect(of, 9, StateVersion::V4)));
+    let with = |change: &dyn Fn(&mut RecSection)| {
+        let mut spec = spec.clone();
+        spec.recurrent.iter_mut().for_each(change);
+        from(&spec)
+    };
+    assert_eq!(from(&spec), Vec::<&str>::new());
+    // A reader without recurrent memory takes the attention section, which is like its own, and passes over the rest.
+    assert_eq!(from(&dense(1, 8)), ["trailing"]);
+    assert_eq!(with(&|r| r.n_layer = 6), ["n_layer"]);
+    assert_eq!(with(&|r| r.layers[1].n_embd_r = 24), ["record_row_size"]);
+    assert_eq!(with(&|r| r.layers[0].n_embd_s += 1), ["record_row_size"]);
+    assert_eq!(with(&|r| r.layers.truncate(1)), ["record_count"]);
+    let changed = |change: &dyn Fn(&mut Rec)| {
+        let mut s = good.clone();
+        let Section::Rec(rec) = &mut s.sections[1] else { panic!() };
+        change(rec);
+        names(&check_bytes(&s.write(), &expect(&spec, 9, StateVersion::V4)))
+    };
+    assert_eq!(changed(&|r| r.cells[0].pos = 7), ["last_position"]);
+    assert_eq!(changed(&|r| r.cells[0].pos = 9), ["last_position"]);
+    assert_eq!(changed(&|r| r.cells[0].pos = -1), ["last_position"]);
+    assert_eq!(changed(&|r| r.records[0].ty = CacheType::F16), ["record_type"]);
+    let twice = |r: &mut Rec| {
+        r.cells.push(r.cells[0]);
+        r.records.iter_mut().for_each(|t| t.data = t.data.repeat(2));
+    };
+    assert_eq!(changed(&twice), ["cell_count"]);
+}
+
+#[test]
+fn a_recurrent_memory_cut_anywhere() {
+    let spec = hybrid(5, 8);
+    let bytes = state(&spec, &ids(9), StateVersion::V3).write();
+    for cut in 0..bytes.len() {
+        let found = check_bytes(&bytes[..cut], &expect(&spec, 9, StateVersion::V3));
+        assert!(matches!(&found[..], [Fault::Unreadable(e)] if e.short), "cut at {cut}: {found:?}");
+    }
+    let long = [&bytes[..], &[0]].concat();
+    assert_eq!(names(&check_bytes(&long, &expect(&spec, 9, StateVersion::V3))), ["trailing"]);
+}
+
+#[test]
 fn checkpoints() {
     let (mut s, expect) = good();
     let mut with = |n_tokens, pos_min, pos_max| {
@@ -479,6 +529,7 @@ fn seeds() -> Vec<Vec<u8>> {
         }
     }
     seeds.push(include_bytes!("saved/jamba-f16-v4.bin").to_vec());
+    seeds.push(state(&hybrid(4, 2), &ids(3), StateVersion::V4).write());
     seeds.push(include_bytes!("saved/gemma3-f16-v4.bin").to_vec());
     seeds.push(include_bytes!("saved/head64-q4_0-v4.bin").to_vec());
     seeds
@@ -507,7 +558,7 @@ proptest! {
                 _ => for (b, v) in bytes[at..].iter_mut().zip(value.to_le_bytes()).take(len) { *b = v },
             }
         }
-        let shapes = [Shape::from(&dense(2, 2)), Shape::from(&windowed(3, 2, 2))];
+        let shapes = [dense(2, 2), windowed(3, 2, 2), hybrid(4, 2)].map(|s| Shape::from(&s));
         let reads = shapes.iter().map(|s| State::parse_as(&bytes, s)).chain([State::parse(&bytes)]);
         for state in reads.flatten() {
             prop_assert!(state.write() == bytes);

@@ -1,4 +1,5 @@
-//! Vectors worked out by hand, for all three versions: one layer, two cells, tokens 5 and 7, f16 rows of two channels.
+//! Vectors worked out by hand, for all three versions: one layer, two cells, tokens 5 and 7, f16 rows of two channels; and the
+//! same with a recurrent layer before it.
 
 mod common;
 use kvlayout::*;
@@ -92,6 +93,45 @@ fn are_what_the_map_lays_out() {
         sink.put_rows(0, Part::V, 0..2, &v).unwrap();
         let receipt = Box::new(sink).commit().unwrap();
         assert_eq!(receipt, Receipt { bytes: bytes.len() as u64, tokens: 2, tensors: 2 });
+        assert_eq!(out, bytes, "version {version} ext {cell_ext}");
+    }
+}
+
+/// What follows the attention section where layer 0 of two has recurrent state: one cell at position 1 with no sequences, not
+/// transposed, two layers; R of two numbers, 1 and 2; S of one, 1.5.
+const RECURRENT: &str = "
+    01000000 01000000 00000000
+    00000000 02000000
+    00000000 0800000000000000 0000803f 00000040
+    00000000 0400000000000000 0000c03f";
+
+#[test]
+fn recurrent_sections_are_read_written_back_and_laid_out() {
+    for (version, cell_ext, attention) in vectors() {
+        let bytes = [attention, unhex(RECURRENT)].concat();
+        let state = State::parse(&bytes).unwrap();
+        let Section::Rec(rec) = &state.sections[1] else { panic!() };
+        assert_eq!((rec.n_layer, rec.cells.as_slice()), (2, &[RecCell { pos: 1 }][..]));
+        assert_eq!(state.rows_f32(1, 0, Part::R).unwrap(), [1.0, 2.0]);
+        assert_eq!(state.rows_f32(1, 0, Part::S).unwrap(), [1.5]);
+        assert_eq!((state.cell_ext, state.write()), (cell_ext, bytes.clone()));
+
+        let mut spec = common::dense(1, 2);
+        spec.cell_ext = cell_ext;
+        spec.sections[0].layers[0].layer = 1;
+        let layers = vec![LayerRec { layer: 0, n_embd_r: 2, n_embd_s: 1 }];
+        spec.recurrent = Some(RecSection { n_layer: 2, layers });
+        assert_eq!(State::parse_as(&bytes, &Shape::from(&spec)), Ok(state.clone()));
+        let map = KvMap::state_file(&spec, &[5, 7], version).unwrap();
+        let mut out = Vec::new();
+        let mut sink = Scatter::new(map.clone(), MemSpace::new(&mut out, map.size()).unwrap()).unwrap();
+        sink.put_rows(0, Part::S, 1..2, &[1.5]).unwrap();
+        sink.put_rows(0, Part::R, 1..2, &[1.0, 2.0]).unwrap();
+        for part in [Part::K, Part::V] {
+            sink.put_rows(1, part, 0..2, &state.rows_f32(0, 0, part).unwrap()).unwrap();
+        }
+        let receipt = Box::new(sink).commit().unwrap();
+        assert_eq!(receipt, Receipt { bytes: bytes.len() as u64, tokens: 2, tensors: 4 });
         assert_eq!(out, bytes, "version {version} ext {cell_ext}");
     }
 }

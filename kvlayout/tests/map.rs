@@ -1,7 +1,7 @@
 //! The map and the scatter, for arbitrary specs.
 
 mod common;
-use common::{dense, ids, rows, scattered, state, windowed};
+use common::{dense, hybrid, ids, rows, scattered, state, windowed};
 use kvlayout::*;
 use proptest::prelude::*;
 use std::io;
@@ -11,7 +11,9 @@ fn any_spec() -> impl Strategy<Value = KvSpec> {
     let ty = || prop::sample::select(vec![CacheType::F16, CacheType::Bf16, CacheType::F32]);
     let layers = prop::collection::btree_map(0u32..40, (1u32..20, 1u32..20, any::<bool>()), 1..6);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), 1u32..4, prop::option::of(1u32..12));
-    (layers, ty(), ty(), flags).prop_map(|(layers, type_k, type_v, (v_trans, cell_ext, swa_full, n_stream, window))| {
+    let recurrent = prop::option::of(prop::collection::btree_map(0u32..40, (1u32..30, 0u32..30), 0..5));
+    (layers, ty(), ty(), flags, recurrent).prop_map(|(layers, type_k, type_v, flags, recurrent)| {
+        let (v_trans, cell_ext, swa_full, n_stream, window) = flags;
         let (mut full, mut local) = (Vec::new(), Vec::new());
         for (layer, (n_embd_k, n_embd_v, is_local)) in layers {
             let list = if is_local && window.is_some() { &mut local } else { &mut full };
@@ -19,7 +21,11 @@ fn any_spec() -> impl Strategy<Value = KvSpec> {
         }
         let mut sections = vec![KvSection { layers: full, window: None }];
         sections.extend(window.map(|w| KvSection { layers: local, window: Some(w) }));
-        KvSpec { sections, type_k, type_v, v_trans, cell_ext, swa_full, n_stream }
+        let recurrent = recurrent.map(|layers| {
+            let layer = |(layer, (n_embd_r, n_embd_s))| LayerRec { layer, n_embd_r, n_embd_s };
+            RecSection { n_layer: 40, layers: layers.into_iter().map(layer).collect() }
+        });
+        KvSpec { sections, recurrent, type_k, type_v, v_trans, cell_ext, swa_full, n_stream }
     })
 }
 
@@ -66,7 +72,7 @@ proptest! {
         };
         let mut puts: Vec<(u32, Part, Range<u32>)> = Vec::new();
         for (layer, part, _) in map.windows() {
-            let mut at = 0;
+            let mut at = if matches!(part, Part::R | Part::S) { n as u32 - 1 } else { 0 };
             while at < n as u32 {
                 let end = (at + 1 + next(7)).min(n as u32);
                 puts.push((layer, part, at..end));
@@ -153,6 +159,20 @@ fn what_cannot_be_a_state_is_refused_before_anything_is_written() {
     assert_eq!(with(&|s| s.sections[0].layers[1].layer = 0), Refusal::LayerOrder { section: 0, layer: 0 });
     let twice = with(&|s| s.sections.push(KvSection { layers: s.sections[0].layers.clone(), window: Some(3) }));
     assert_eq!(twice, Refusal::LayerOrder { section: 1, layer: 0 });
+    let alone = with(&|s| {
+        s.sections.clear();
+        s.recurrent = Some(RecSection { n_layer: 2, layers: vec![] });
+    });
+    assert_eq!(alone, Refusal::NoLayers);
+    let recurrent = |layers: &[(u32, u32, u32)]| {
+        let layer = |&(layer, n_embd_r, n_embd_s)| LayerRec { layer, n_embd_r, n_embd_s };
+        let layers = layers.iter().map(layer).collect();
+        with(&|s| s.recurrent = Some(RecSection { n_layer: 3, layers: Vec::clone(&layers) }))
+    };
+    assert_eq!(recurrent(&[(3, 1, 1)]), Refusal::RecurrentLayer { layer: 3, n_layer: 3 });
+    assert_eq!(recurrent(&[(2, 1, 1), (1, 1, 1)]), Refusal::LayerOrder { section: 1, layer: 1 });
+    assert_eq!(recurrent(&[(2, 1, 1), (2, 1, 1)]), Refusal::LayerOrder { section: 1, layer: 2 });
+    assert_eq!(recurrent(&[(2, 0, 0)]), Refusal::NoChannels { layer: 2, part: Part::R });
     let mut huge = dense(20_000, u32::MAX);
     huge.type_k = CacheType::F32;
     assert_eq!(refuse(&huge, &ids(100_000)), Refusal::TooLarge);
@@ -173,6 +193,31 @@ fn a_window_keeps_one_position_more_than_it_sees() {
     assert_eq!(map.window(3, Part::K).unwrap().positions, 0..5);
     assert_eq!(map.window(4, Part::K), None);
     assert_eq!(map.window(3, Part::R), None);
+}
+
+#[test]
+fn recurrent_state_is_that_of_the_last_position() {
+    let spec = hybrid(6, 4);
+    for version in StateVersion::ALL {
+        assert_eq!(scattered(&spec, &ids(20), version), state(&spec, &ids(20), version).write());
+    }
+    let map = KvMap::state_file(&spec, &ids(10), StateVersion::V4).unwrap();
+    assert_eq!(map.window(1, Part::R).map(|w| (w.section, w.positions.clone(), w.len())), Some((1, 9..10, 4 * 13)));
+    assert_eq!((map.window(4, Part::S), map.window(2, Part::R), map.window(1, Part::K)), (None, None, None));
+    let mut out = Vec::new();
+    let mut sink = Scatter::new(map.clone(), MemSpace::new(&mut out, map.size()).unwrap()).unwrap();
+    assert_eq!((sink.wants(1, Part::S), sink.wants(4, Part::S)), (9..10, 0..0));
+    // Numbers that are none are refused here too; there is no type that could be too small for others.
+    let e = sink.put_rows(0, Part::S, 9..10, &[0.0, f32::INFINITY, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).unwrap_err();
+    assert!(matches!(e, SinkError::NonFinite { layer: 0, part: Part::S, position: 9, channel: 1, .. }), "{e}");
+    sink.put_rows(0, Part::S, 9..10, &[f32::MAX; 8]).unwrap();
+    for l in [2, 5] {
+        for part in [Part::K, Part::V] {
+            sink.put_rows(l, part, 0..10, &rows(l, part, 0..10, 4)).unwrap();
+        }
+    }
+    let missing = Box::new(sink).commit().unwrap_err().to_string();
+    assert_eq!(missing, "layer 0 R: positions 9..10 are missing");
 }
 
 #[test]

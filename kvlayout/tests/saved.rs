@@ -15,7 +15,7 @@ fn files() -> BTreeMap<String, Vec<u8>> {
     let states = entries.filter(|p| p.extension().is_some_and(|e| e == "bin"));
     let files: BTreeMap<String, Vec<u8>> =
         states.map(|p| (p.file_stem().unwrap().to_str().unwrap().into(), std::fs::read(p).unwrap())).collect();
-    assert_eq!(files.len(), 44, "files saved by servers are missing, or new ones are not counted here");
+    assert_eq!(files.len(), 50, "files saved by servers are missing, or new ones are not counted here");
     files
 }
 
@@ -47,10 +47,32 @@ fn server(name: &str) -> Server {
                 vec![KvSection { layers: full, window: None }, KvSection { layers: local, window: Some(8) }];
             Some(spec)
         }
+        "mamba" | "jamba" | "qwen35" | "lfm2" => {
+            // Which layers have attention, and the numbers in R and S of the others.
+            let (n_layer, attention, width, (n_embd_r, n_embd_s)): (u32, &[u32], u32, _) = match model.as_str() {
+                // Three earlier inputs, and four numbers of state, for each of 32 channels.
+                "mamba" => (2, &[], 0, (96, 128)),
+                "jamba" => (3, &[1], 16, (96, 128)),
+                // Three earlier inputs of two key heads twice and four value heads of 8, and a square for each of the four.
+                "qwen35" => (4, &[3], 16, (3 * 64, 256)),
+                // Two earlier inputs of 16 channels, and no state.
+                _ => (3, &[1], 16, (32, 0)),
+            };
+            let mut spec = common::dense(n_layer, width);
+            let all = std::mem::take(&mut spec.sections[0].layers);
+            let (full, other): (Vec<_>, Vec<_>) = all.into_iter().partition(|l| attention.contains(&l.layer));
+            spec.sections[0].layers = full;
+            if attention.is_empty() {
+                spec.sections.clear();
+            }
+            let rec = |l: &LayerKv| LayerRec { layer: l.layer, n_embd_r, n_embd_s };
+            spec.recurrent = Some(RecSection { n_layer, layers: other.iter().map(rec).collect() });
+            Some(spec)
+        }
         _ => None,
     };
     if let Some(spec) = &mut spec {
-        spec.cell_ext = model == "qwen2vl";
+        spec.cell_ext = matches!(model.as_str(), "qwen2vl" | "qwen35");
         spec.v_trans = matches!(setting.as_str(), "vtrans" | "mixed");
         spec.n_stream = if setting.starts_with("np2") { 2 } else { 1 };
         spec.swa_full = setting == "swafull";
@@ -103,7 +125,9 @@ fn every_file_has_the_fields_of_its_server() {
         match model.as_str() {
             "gemma3" => assert_eq!(positions, [all.clone(), (4..12).collect()], "{name}"),
             "mamba" => assert_eq!((kinds, positions), (vec![false], vec![vec![11]]), "{name}"),
-            "jamba" => assert_eq!((kinds, positions), (vec![true, false], vec![all, vec![11]]), "{name}"),
+            "jamba" | "qwen35" | "lfm2" => {
+                assert_eq!((kinds, positions), (vec![true, false], vec![all, vec![11]]), "{name}");
+            }
             _ => assert_eq!((kinds, positions), (vec![true], vec![all]), "{name}"),
         }
         for section in &state.sections {
@@ -116,21 +140,21 @@ fn every_file_has_the_fields_of_its_server() {
                     assert!(s.cells.iter().all(|c| c.seq_id == slot), "{name}");
                     assert!(kv.streams[slot as usize].cells.len() == s.cells.len(), "{name}");
                     let tok = (version >= StateVersion::V3).then_some(12);
-                    let ext = if model == "qwen2vl" { Some((7, 7, tok)) } else { None };
+                    let ext = if matches!(model.as_str(), "qwen2vl" | "qwen35") { Some((7, 7, tok)) } else { None };
                     assert_eq!(s.cells.iter().find(|c| c.pos == 7).unwrap().ext, ext, "{name}");
                 }
                 Section::Rec(rec) => {
-                    assert_eq!(rec.n_layer, if model == "mamba" { 2 } else { 3 }, "{name}");
-                    let widths = |t: &[Tensor]| t.iter().map(|t| (t.ty, t.width)).collect::<Vec<_>>();
-                    // Three earlier inputs, and four numbers of state, for each of 32 channels.
-                    assert_eq!(widths(rec.r()), [(CacheType::F32, 96); 2], "{name}");
-                    assert_eq!(widths(rec.s()), [(CacheType::F32, 128); 2], "{name}");
+                    let want = spec.as_ref().unwrap().recurrent.as_ref().unwrap();
+                    let found = rec.r().iter().zip(rec.s()).map(|(r, s)| (r.ty, r.width, s.ty, s.width));
+                    let f32 = CacheType::F32;
+                    let widths: Vec<_> = want.layers.iter().map(|l| (f32, l.n_embd_r, f32, l.n_embd_s)).collect();
+                    assert_eq!((rec.n_layer, found.collect::<Vec<_>>()), (want.n_layer, widths), "{name}");
                 }
             }
         }
         let checkpoints = state.appendix.map_or(vec![], |a| a.checkpoints);
         let known = version == StateVersion::V4
-            && matches!(model.as_str(), "gemma3" | "mamba" | "jamba")
+            && matches!(model.as_str(), "gemma3" | "mamba" | "jamba" | "qwen35" | "lfm2")
             && setting != "swafull";
         assert_eq!(checkpoints.len(), usize::from(known), "{name}");
         for c in checkpoints {
@@ -166,6 +190,12 @@ fn our_map_puts_the_servers_rows_where_the_server_does() {
                 }
             }
         }
+        for (j, l) in spec.recurrent.iter().flat_map(|rec| rec.layers.iter().enumerate()) {
+            for part in [Part::R, Part::S].into_iter().filter(|&p| map.window(l.layer, p).is_some()) {
+                let row = want.rows_f32(spec.sections.len(), j, part).unwrap();
+                sink.put_rows(l.layer, part, sink.wants(l.layer, part), &row).unwrap();
+            }
+        }
         Box::new(sink).commit().unwrap();
         want.form = TokenForm::Plain;
         want.appendix = None;
@@ -177,7 +207,7 @@ fn our_map_puts_the_servers_rows_where_the_server_does() {
         assert!(want.write() == out, "{name}");
         done += 1;
     }
-    assert_eq!(done, 26);
+    assert_eq!(done, 38);
 }
 
 /// The quantised caches of one version hold the same rows, more or less exactly: that checks the decoders on blocks of
@@ -225,12 +255,8 @@ fn versions_of_one_model_differ_in_what_they_should() {
 fn a_file_cut_anywhere_is_refused() {
     for (name, bytes) in files() {
         let shape = State::parse(&bytes).unwrap().shape();
-        // A recurrent section has no end of its own, and checkpoints may be there or not: those cuts show only as
-        // faults.
-        let whole = match shape.sections.last() {
-            Some(SectionShape::Rec) => continue,
-            _ => State { appendix: None, ..State::parse(&bytes).unwrap() }.write().len(),
-        };
+        // Checkpoints may be there or not: those cuts show only as faults.
+        let whole = State { appendix: None, ..State::parse(&bytes).unwrap() }.write().len();
         for cut in (0..whole).filter(|cut| cut % 7 == 0 || cut + 40 > whole) {
             let e = State::parse_as(&bytes[..cut], &shape).unwrap_err();
             assert!(e.short && e.offset <= cut as u64, "{name} cut at {cut}: {e}");

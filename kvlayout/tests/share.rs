@@ -1,7 +1,7 @@
 //! The layout of a shared memory: known values, and what must hold for any model.
 
 mod common;
-use common::{dense, windowed};
+use common::{dense, hybrid, windowed};
 use kvlayout::*;
 use proptest::prelude::*;
 
@@ -66,6 +66,7 @@ fn what_cannot_be_laid_out() {
     assert_eq!(no(&good, u32::MAX), Refusal::Context(u32::MAX));
     assert_eq!(no(&good, i32::MAX as u32), Refusal::Context(i32::MAX as u32));
     assert_eq!(no(&KvSpec { n_stream: 2, ..good.clone() }, 1), Refusal::SharedStreams(2));
+    assert_eq!(no(&hybrid(6, 64), 1), Refusal::SharedRecurrent);
     assert_eq!(no(&dense(0, 64), 1), Refusal::NoLayers);
     assert_eq!(no(&dense(1, 0), 1), Refusal::NoChannels { layer: 0, part: Part::K });
     let q8 = no(&typed(1, 40, CacheType::Q8_0), 1);
@@ -94,6 +95,7 @@ fn a_map_needs_its_layout_and_room() {
     assert!(full.contains("256 tokens") && full.contains("256 cells"), "{full}");
     assert_eq!(no(&spec, 0), Refusal::NoTokens);
     assert_eq!(no(&spec, u32::MAX), Refusal::TooManyTokens(u32::MAX as usize));
+    assert_eq!(no(&hybrid(6, 64), 5), Refusal::SharedRecurrent);
     assert_eq!(no(&KvSpec { v_trans: true, ..spec.clone() }, 5), Refusal::SharedTransposed);
     assert_eq!(no(&KvSpec { n_stream: 4, ..spec.clone() }, 5), Refusal::SharedStreams(4));
     let q8 = typed(3, 64, CacheType::Q8_0);

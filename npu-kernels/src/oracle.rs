@@ -94,3 +94,59 @@ pub fn attention(
         })
         .collect()
 }
+
+/// A causal convolution: `input[i][channel]`, `weight[channel][tap]` with the oldest position first, zeros before the first
+/// position; with `silu`, x * sigmoid(x) of every sum.
+pub fn causal_conv(input: &[Vec<f32>], weight: &[Vec<f32>], bias: Option<&[f32]>, silu: bool) -> Vec<Vec<f64>> {
+    let taps = weight[0].len();
+    let value = |i: usize, c: usize| {
+        let mut sum = bias.map_or(0.0, |b| f64::from(b[c]));
+        for (tap, w) in weight[c].iter().enumerate() {
+            if let Some(at) = (i + tap + 1).checked_sub(taps) {
+                sum += f64::from(*w) * f64::from(input[at][c]);
+            }
+        }
+        if silu { sum / (1.0 + (-sum).exp()) } else { sum }
+    };
+    (0..input.len()).map(|i| (0..weight.len()).map(|c| value(i, c)).collect()).collect()
+}
+
+/// One position of one head for [`delta_rule`]: query, key, value, logarithm of the decay, strength.
+pub type DeltaStep = (Vec<f32>, Vec<f32>, Vec<f32>, f32, f32);
+
+/// The gated delta rule of one head. Outputs of all positions, and the state `[key channel][value channel]` after them.
+pub fn delta_rule(steps: &[DeltaStep]) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
+    let d = steps[0].1.len();
+    let mut state = vec![vec![0f64; d]; d];
+    let mut out = Vec::new();
+    for (q, k, v, decay, beta) in steps {
+        let read =
+            |state: &[Vec<f64>], by: &[f32], j: usize| -> f64 { (0..d).map(|i| state[i][j] * f64::from(by[i])).sum() };
+        state.iter_mut().flatten().for_each(|s| *s *= f64::from(*decay).exp());
+        let wrong: Vec<f64> = (0..d).map(|j| f64::from(v[j]) - read(&state, k, j)).collect();
+        for i in 0..d {
+            for j in 0..d {
+                state[i][j] += f64::from(k[i]) * f64::from(*beta) * wrong[j];
+            }
+        }
+        out.push((0..d).map(|j| read(&state, q, j) / (d as f64).sqrt()).collect());
+    }
+    (out, state)
+}
+
+/// One position of one channel for [`selective_scan`]: value, step before softplus, input and output vector.
+pub type ScanStep = (f32, f32, Vec<f32>, Vec<f32>);
+
+/// The selective scan of one channel with the decays `a`. Outputs of all positions, and the state after them.
+pub fn selective_scan(a: &[f32], steps: &[ScanStep]) -> (Vec<f64>, Vec<f64>) {
+    let mut state = vec![0f64; a.len()];
+    let mut out = Vec::new();
+    for (x, dt, b, c) in steps {
+        let step = f64::from(*dt).exp().ln_1p();
+        for (n, s) in state.iter_mut().enumerate() {
+            *s = *s * (step * f64::from(a[n])).exp() + f64::from(b[n]) * f64::from(*x) * step;
+        }
+        out.push(state.iter().zip(c).map(|(s, c)| s * f64::from(*c)).sum());
+    }
+    (out, state)
+}

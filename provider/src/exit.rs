@@ -294,7 +294,7 @@ pub mod tests {
         let (type_k, type_v) = (CacheType::F16, CacheType::F16);
         let sections = vec![KvSection { layers, window: None }];
         let (v_trans, cell_ext, swa_full) = (false, false, false);
-        let spec = KvSpec { sections, type_k, type_v, v_trans, cell_ext, swa_full, n_stream: 1 };
+        let spec = KvSpec { sections, recurrent: None, type_k, type_v, v_trans, cell_ext, swa_full, n_stream: 1 };
         let layout = ShareLayout::compute(&spec, 256).unwrap();
         let map = KvMap::shared(&spec, &layout, 1).unwrap();
         let fd = rustix::fs::memfd_create("taint", rustix::fs::MemfdFlags::CLOEXEC).unwrap();

@@ -8,6 +8,7 @@ pub fn dense(layers: u32, width: u32) -> KvSpec {
     let layers = (0..layers).map(|layer| LayerKv { layer, n_embd_k: width, n_embd_v: width }).collect();
     KvSpec {
         sections: vec![KvSection { layers, window: None }],
+        recurrent: None,
         type_k: CacheType::F16,
         type_v: CacheType::F16,
         v_trans: false,
@@ -25,13 +26,27 @@ pub fn windowed(layers: u32, width: u32, window: u32) -> KvSpec {
     spec
 }
 
+/// Attention in every third layer, recurrent state in the others, the last of which has none but its history.
+pub fn hybrid(layers: u32, width: u32) -> KvSpec {
+    let mut spec = dense(layers, width);
+    let (full, other): (Vec<LayerKv>, Vec<LayerKv>) = spec.sections[0].layers.iter().partition(|l| l.layer % 3 == 2);
+    let last = other.last().map(|l| l.layer);
+    let rec = |l: &LayerKv| {
+        let n_embd_s = if Some(l.layer) == last { 0 } else { 2 * width };
+        LayerRec { layer: l.layer, n_embd_r: 3 * width + l.layer, n_embd_s }
+    };
+    spec.recurrent = Some(RecSection { n_layer: layers, layers: other.iter().map(rec).collect() });
+    spec.sections[0].layers = full;
+    spec
+}
+
 pub fn ids(n: usize) -> Vec<i32> {
     (0..n).map(|i| (i * 37 % 1000) as i32 + 10).collect()
 }
 
 /// A value that every type holds exactly, different for every place.
 pub fn value(layer: u32, part: Part, position: u32, channel: u32) -> f32 {
-    let seed = layer * 31 + position * 7 + channel * 3 + if part == Part::K { 0 } else { 101 };
+    let seed = layer * 31 + position * 7 + channel * 3 + if part == Part::K { 0 } else { 101 } * part as u32;
     (seed % 241) as f32 / 8.0 - 15.0
 }
 
@@ -81,12 +96,22 @@ pub fn state(spec: &KvSpec, tokens: &[i32], version: StateVersion) -> State {
         };
         Section::Kv(Kv { streams })
     };
+    let recurrent = |rec: &RecSection| {
+        let tensor = |l: &LayerRec, part: Part, width: u32| {
+            let data = rows(l.layer, part, n - 1..n, width).into_iter().flat_map(f32::to_le_bytes).collect();
+            Tensor { ty: CacheType::F32, width, data }
+        };
+        let r = rec.layers.iter().map(|l| tensor(l, Part::R, l.n_embd_r));
+        let s = rec.layers.iter().map(|l| tensor(l, Part::S, l.n_embd_s));
+        let cells = vec![RecCell { pos: n as i32 - 1 }];
+        Section::Rec(Rec { cells, n_layer: rec.n_layer, records: r.chain(s).collect() })
+    };
     State {
         version,
         form: TokenForm::Plain,
         tokens: tokens.to_vec(),
         cell_ext: spec.cell_ext,
-        sections: spec.sections.iter().map(section).collect(),
+        sections: spec.sections.iter().map(section).chain(spec.recurrent.iter().map(recurrent)).collect(),
         appendix: None,
         trailing: Vec::new(),
     }
@@ -107,7 +132,8 @@ pub fn scattered(spec: &KvSpec, tokens: &[i32], version: StateVersion) -> Vec<u8
     let space = MemSpace::new(&mut out, map.size()).unwrap();
     let mut sink = Scatter::new(map.clone(), space).unwrap();
     for (layer, part, w) in map.windows() {
-        sink.put_rows(layer, part, 0..map.n_tokens(), &rows(layer, part, 0..map.n_tokens(), w.width)).unwrap();
+        let positions = if w.elem == CacheType::F32 { w.positions.clone() } else { 0..map.n_tokens() };
+        sink.put_rows(layer, part, positions.clone(), &rows(layer, part, positions, w.width)).unwrap();
     }
     Box::new(sink).commit().unwrap();
     out

@@ -14,6 +14,7 @@ that files made anew may differ in their rows from those here; nothing in the te
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ RUNS = {
     "qwen2vl": [("f16", {})],
     "mamba": [("f16", {})],
     "jamba": [("f16", {})],
+    "qwen35": [("f16", {})],
+    "lfm2": [("f16", {})],
 }
 
 
@@ -69,7 +72,7 @@ def write_models(out):
 
     rng = np.random.default_rng(20)
 
-    def model(name, arch, n_layer, embd, tensors, keys):
+    def model(name, arch, n_layer, embd, tensors, keys, last_norm="output_norm"):
         path = os.path.join(out, name + ".gguf")
         w = gguf.GGUFWriter(path, arch)
         w.add_context_length(512)
@@ -95,7 +98,7 @@ def write_models(out):
             w.add_tensor(f"{tensor}.{kind}" if kind else tensor, data.astype(np.float32))
 
         add("token_embd", len(pieces), embd)
-        add("output_norm", embd)
+        add(last_norm, embd)
         for i in range(n_layer):
             tensors(f"blk.{i}.", i, add)
         w.write_header_to_file()
@@ -213,6 +216,62 @@ def write_models(out):
 
     model("jamba", "jamba", 3, 16, jamba, jamba_keys)
 
+    # Every fourth layer has attention. Two key heads and four value heads of 8 channels.
+    def qwen35(b, i, add):
+        add(b + "attn_norm", 16)
+        add(b + "post_attention_norm", 16)
+        if i == 3:
+            add(b + "attn_q", 32, 16)
+            add(b + "attn_k", 16, 16)
+            add(b + "attn_v", 16, 16)
+            add(b + "attn_output", 16, 16)
+            add(b + "attn_q_norm", 16)
+            add(b + "attn_k_norm", 16)
+        else:
+            add(b + "attn_qkv", 64, 16)
+            add(b + "attn_gate", 32, 16)
+            add(b + "ssm_conv1d", 64, 4)
+            add(b + "ssm_dt", 4, kind="bias")
+            add(b + "ssm_a", 4, kind=None)
+            add(b + "ssm_beta", 4, 16)
+            add(b + "ssm_alpha", 4, 16)
+            add(b + "ssm_norm", 8)
+            add(b + "ssm_out", 16, 32)
+        add(b + "ffn_gate", 32, 16)
+        add(b + "ffn_up", 32, 16)
+        add(b + "ffn_down", 16, 32)
+
+    def qwen35_keys(w):
+        heads(w, 1, 1, 16, 32)
+        w.add_rope_dimension_sections([4, 2, 2, 0])
+        w.add_ssm_conv_kernel(4)
+        w.add_ssm_inner_size(32)
+        w.add_ssm_state_size(8)
+        w.add_ssm_time_step_rank(4)
+        w.add_ssm_group_count(2)
+
+    model("qwen35", "qwen35", 4, 16, qwen35, qwen35_keys)
+
+    def lfm2(b, i, add):
+        add(b + "attn_norm", 16)
+        if i == 1:
+            attention(add, b, 16, 1, 1, 16)
+            add(b + "attn_q_norm", 16)
+            add(b + "attn_k_norm", 16)
+        else:
+            add(b + "shortconv.conv", 16, 3)
+            add(b + "shortconv.in_proj", 48, 16)
+            add(b + "shortconv.out_proj", 16, 16)
+        ffn(add, b, 16, 32)
+
+    def lfm2_keys(w):
+        w.add_head_count(1)
+        w.add_head_count_kv([0, 1, 0])
+        w.add_feed_forward_length(32)
+        w.add_uint32("lfm2.shortconv.l_cache", 3)
+
+    model("lfm2", "lfm2", 3, 16, lfm2, lfm2_keys, last_norm="token_embd_norm")
+
 
 def post(port, path, body):
     url, head = f"http://127.0.0.1:{port}{path}", {"Content-Type": "application/json"}
@@ -274,12 +333,12 @@ def main():
     only = os.environ.get("ONLY", "").split()
     with tempfile.TemporaryDirectory() as work:
         write_models(work)
-        port = 18500
         for server in servers:
             for model, runs in RUNS.items():
                 for setting, cfg in runs:
                     if not only or model in only:
-                        port += 1
+                        with socket.create_server(("127.0.0.1", 0)) as s:
+                            port = s.getsockname()[1]
                         save(os.path.abspath(server), model, setting, cfg, out, work, port)
 
 

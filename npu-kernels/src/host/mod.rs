@@ -4,6 +4,7 @@
 //! * [`acts`]: activations as the products want them, rounded and packed in tiles of [`TILE_ROWS`] rows.
 //! * [`gemm`]: weight panels decoded on the fly, products of tiles and panels.
 //! * [`attention`]: blocked attention with an online softmax.
+//! * [`recurrent`]: convolution, gated delta rule and selective scan of recurrent layers.
 //! * [`rowops`]: norms, rotary embedding, gated activations, over one row.
 //! * [`scalar`], `avx2`, `avx512`, `neon`: the inner loops, one file per instruction set.
 //! * [`pool`]: the threads.
@@ -27,6 +28,7 @@ mod out;
 pub mod panel;
 pub mod peak;
 pub mod pool;
+pub mod recurrent;
 pub mod rowops;
 pub mod scalar;
 

@@ -74,6 +74,7 @@ impl<'g> Model<'g> {
         let sections = if self.spec.window.is_some() { vec![pick(false), pick(true)] } else { vec![pick(false)] };
         Ok(KvSpec {
             sections,
+            recurrent: None,
             type_k: params.type_k,
             type_v: params.type_v,
             v_trans: params.v_trans,
