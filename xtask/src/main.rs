@@ -1,9 +1,10 @@
 //! The project's own tools: `cargo xtask tidy` holds the tree against the rules that `ARCHITECTURE.md` states,
-//! `cargo xtask docs` writes the reference page from what the programs say of themselves. It is not a build system: cargo
-//! builds, and `.ci/run` is the list of what has to pass.
+//! `cargo xtask docs` writes the reference page from what the programs say of themselves, `cargo xtask shim` builds the one part
+//! that cargo does not, the C shim over XRT. It is not a build system: cargo builds, and `.ci/run` is the list of what has to pass.
 
 mod code;
 mod docs;
+mod shim;
 mod tidy;
 mod tree;
 
@@ -16,7 +17,9 @@ const USAGE: &str = "usage: cargo xtask <command>
   tidy           hold the tree against its rules (also a test of this package)
   tidy --rules   list the rules
   docs           write docs/reference.md from the programs' own help (builds them in release)
-  docs --check   fail when docs/reference.md is stale";
+  docs --check   fail when docs/reference.md is stale
+  shim [--xrt DIR] [--out DIR]
+                 build libxdna_shim.so, which connects the programs to XRT, and print its path";
 
 fn main() -> ExitCode {
     match work() {
@@ -53,6 +56,18 @@ fn work() -> Result<bool> {
         }
         ["docs"] => docs::write(&root),
         ["docs", "--check"] => docs::check(&root),
+        ["shim", options @ ..] => {
+            let (mut xrt, mut out) = (None, None);
+            for option in options.chunks(2) {
+                match option {
+                    ["--xrt", dir] => xrt = Some(Path::new(*dir)),
+                    ["--out", dir] => out = Some(Path::new(*dir)),
+                    other => bail!("shim: {:?} is no option with its value\n{USAGE}", other.join(" ")),
+                }
+            }
+            println!("{}", shim::build(&root, xrt, out)?.display());
+            Ok(true)
+        }
         [] | ["help" | "-h" | "--help"] => {
             println!("{USAGE}");
             Ok(true)

@@ -99,6 +99,7 @@ const DIRECTIONS: &[(&str, &str, &[&str])] = &[
     ("provider/prefill/Cargo.toml", "prefill", &["gguf", "kvlayout", "npu-kernels"]),
     ("kvlayout/Cargo.toml", "kvlayout", &[]),
     ("npu-kernels/Cargo.toml", "npu-kernels", &[]),
+    ("npu-kernels/xdna/Cargo.toml", "xdna", &[]),
     ("conformance/Cargo.toml", "conformance", &["gguf", "kvlayout"]),
     ("bench/Cargo.toml", "bench", &["conformance", "gguf", "npu-kernels"]),
     ("fuzz/Cargo.toml", "npu-prefill-fuzz", &["gguf", "kvlayout"]),
@@ -121,6 +122,10 @@ const UNSAFE: &[&str] = &[
     "npu-kernels/src/host/out.rs",
     "npu-kernels/src/host/peak.rs",
     "npu-kernels/src/host/scalar.rs",
+    "npu-kernels/xdna/src/accel.rs",
+    "npu-kernels/xdna/src/ffi.rs",
+    "npu-kernels/xdna/src/foreign.rs",
+    "npu-kernels/xdna/src/shim.rs",
     "provider/gguf/src/mapped.rs",
 ];
 

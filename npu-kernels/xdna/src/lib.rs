@@ -1,0 +1,36 @@
+//! The NPU through XRT: devices, contexts, kernels, buffers and runs as owned values, over a C shim (`shim.h`) that is loaded at
+//! run time. It knows no model, no kernel's meaning and no option of the program; it neither prints nor reads the environment.
+//!
+//! What it promises its callers:
+//!
+//! - A machine without the shim, without XRT, without a device or without the right to open it gives an [`Error`] that says
+//!   which of these it is, and nothing else happens.
+//! - A run whose state is not COMPLETED is an [`Error`]. Its buffers are not given back, so what it may have written cannot be
+//!   read by accident.
+//! - Caches are flushed and invalidated here and nowhere else: [`Buffer::write`] and [`Buffer::read`] know what is due.
+//! - New buffers are zero, also when their memory was used before.
+//!
+//! The order of things: [`DeviceLock`], [`Driver::load`], [`Driver::open`], [`Device::context_elf`], [`Context::kernel`],
+//! [`Kernel::start`], [`Run::wait`].
+
+mod accel;
+mod buffer;
+mod device;
+mod driver;
+mod error;
+mod ffi;
+mod foreign;
+mod limits;
+mod lock;
+mod run;
+mod shim;
+
+pub use accel::{Firmware, Node, NodeFault};
+pub use buffer::Buffer;
+pub use device::{Context, Device, DeviceInfo, Kernel, Live};
+pub use driver::{Driver, SHIM_FILE, Version};
+pub use error::{Error, Kind, State};
+pub use foreign::Foreign;
+pub use limits::{Memlock, memlock, raise_memlock};
+pub use lock::{DEVICE_LOCK, DeviceLock};
+pub use run::{Arg, Run, WATCHDOG};
