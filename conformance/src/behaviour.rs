@@ -14,6 +14,10 @@ use crate::client::Completion;
 pub struct Reply {
     /// Divergence of the first token's distribution from the control's, in nats (a lower bound, from the most probable tokens).
     pub kl: f64,
+    /// Sum of the divergences of every token before which the texts are the same: those that agree, and the one that departs.
+    pub kl_text: f64,
+    /// How many tokens that sum is over.
+    pub kl_steps: usize,
     /// Largest difference of a log probability among the control's five most probable first tokens.
     pub dlogp: f64,
     /// The most probable first token is the same.
@@ -42,12 +46,16 @@ pub fn compare(control: &Completion, other: &Completion) -> Reply {
         }
         _ => 0.0,
     };
+    // Up to the departure both servers have read the same text, so each step compares the same question.
+    let compared = control.steps.iter().zip(&other.steps).take(agreed + 1);
+    let kl_steps = compared.len();
+    let kl_text = compared.map(|(a, b)| divergence(&a.top, &b.top)).sum();
     let (kl, dlogp) = match (control.steps.first(), other.steps.first()) {
         (Some(a), Some(b)) => (divergence(&a.top, &b.top), largest_difference(&a.top, &b.top)),
         _ => (f64::NAN, f64::NAN),
     };
     let top1 = control.steps.first().map(|s| s.id) == other.steps.first().map(|s| s.id);
-    Reply { kl, dlogp, top1, gap1: gap_at(0), agreed, of, gap: gap_at(agreed) }
+    Reply { kl, kl_text, kl_steps, dlogp, top1, gap1: gap_at(0), agreed, of, gap: gap_at(agreed) }
 }
 
 fn logprob_of(top: &[(i32, f64)], id: i32) -> Option<f64> {
@@ -87,9 +95,14 @@ fn largest_difference(p: &[(i32, f64)], q: &[(i32, f64)]) -> f64 {
 pub struct Spread {
     /// Replies.
     pub n: usize,
-    /// Mean divergence.
+    /// Mean divergence of all tokens before which texts are the same. Divergences differ by factors of a hundred between tokens,
+    /// so that the mean of the first ones alone would say more of the choice of prompts than of what is measured.
     pub kl_mean: f64,
-    /// Largest divergence.
+    /// Tokens that mean is over.
+    pub kl_steps: usize,
+    /// Mean divergence of the first tokens.
+    pub kl_first: f64,
+    /// Largest divergence of a first token.
     pub kl_max: f64,
     /// Largest difference of a log probability.
     pub dlogp_max: f64,
@@ -107,10 +120,13 @@ impl Spread {
         let replies: Vec<Reply> = replies.iter().copied().filter(|r| r.of > 0).collect();
         let n = replies.len();
         let mean = |f: &dyn Fn(&Reply) -> f64| replies.iter().map(f).sum::<f64>() / n.max(1) as f64;
+        let kl_steps = replies.iter().map(|r| r.kl_steps).sum::<usize>();
         let max = |f: &dyn Fn(&Reply) -> f64| replies.iter().map(f).fold(0.0, f64::max);
         Spread {
             n,
-            kl_mean: mean(&|r| r.kl),
+            kl_mean: replies.iter().map(|r| r.kl_text).sum::<f64>() / kl_steps.max(1) as f64,
+            kl_steps,
+            kl_first: mean(&|r| r.kl),
             kl_max: max(&|r| r.kl),
             dlogp_max: max(&|r| r.dlogp),
             top1: replies.iter().filter(|r| r.top1).count(),
@@ -154,6 +170,10 @@ mod tests {
         assert_eq!((c.agreed, c.top1, c.gap), (0, false, f64::INFINITY));
         let s = Spread::of(&[same, b, c]);
         assert_eq!((s.n, s.top1, s.equal), (3, 2, 1));
+        // Four steps of the first, three of the second (its last departs), one of the third.
+        assert_eq!((same.kl_steps, b.kl_steps, c.kl_steps, s.kl_steps), (4, 3, 1, 8));
+        assert_eq!(same.kl_text, 0.0);
+        assert!((s.kl_mean - (b.kl_text + c.kl_text) / 8.0).abs() < 1e-12 && b.kl_text > 0.0);
         assert_eq!(s.agreed_mean, 2.0);
     }
 }

@@ -196,8 +196,10 @@ pub fn judge(d: &Distances, weights: Weights, bf16_cache: bool, noise: &Distance
                 put(format!("worst layer {part}"), d.layer[i], against(noise.layer[i], tol::NOISE_FLOOR));
                 put(format!("worst row {part}"), d.row[i], against(noise.row[i], 4.0 * tol::NOISE_FLOOR));
             }
-            let floor = tol::NOISE_FLOOR * tol::NOISE_FLOOR * 8.0;
-            put("worst row 1-cos".into(), d.one_minus_cos, against(noise.one_minus_cos, floor));
+            // As an angle, which is a distance like the others; 1 - cosine is half its square.
+            let angle = |one_minus_cos: f64| (1.0 - one_minus_cos).clamp(-1.0, 1.0).acos();
+            let limit = against(angle(noise.one_minus_cos), 4.0 * tol::NOISE_FLOOR);
+            put("worst row angle".into(), angle(d.one_minus_cos), limit);
         }
     }
     out

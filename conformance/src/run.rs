@@ -592,8 +592,8 @@ impl<'a> Runner<'a> {
         let mut reasons = Vec::new();
         let mut fail = |text: String| reasons.push(text);
         for (what, value, own) in [
-            ("mean divergence of the next token", h.kl_mean, [c.kl_mean, s.kl_mean, a.kl_mean]),
-            ("largest divergence of the next token", h.kl_max, [c.kl_max, s.kl_max, a.kl_max]),
+            ("mean divergence of the next token, over the texts", h.kl_mean, [c.kl_mean, s.kl_mean, a.kl_mean]),
+            ("largest divergence of the first token", h.kl_max, [c.kl_max, s.kl_max, a.kl_max]),
         ] {
             let limit = tol::NOISE * own.into_iter().fold(tol::KL_FLOOR, f64::max);
             if value.is_nan() || value > limit {
