@@ -64,6 +64,7 @@ impl CodeTile {
     ///
     /// # Panics
     /// When it is otherwise, which is a mistake in this crate.
+    #[inline]
     pub(crate) fn assert_fits(&self, form: usize, panel: &CodePanel) {
         let (k, extra) = (panel.k, &self.extras[form]);
         let n_sub = k / panel.form.sub;
@@ -77,14 +78,21 @@ impl CodeTile {
         }
     }
 
-    /// Stores 32 rounded values, block `b` of row `i`, and what follows from them: `half_sums` are the sums of the first
+    /// Stores 32 rounded values, block `b` of row `i`, four to a word, and what follows from them: `half_sums` are the sums of the first
     /// and of the last sixteen. `exact` is the scale before it was rounded to f16 (ggml forms the sums of `Q8_1` with
-    /// it), `scale` the one that multiplies.
+    /// it), `scale` the one that multiplies. `half` rounds to f16: a library call here would cost more than all the rest.
     #[inline(always)]
-    pub(crate) fn set_block(&mut self, i: usize, b: usize, q: &[i8; 32], half_sums: [i32; 2], scale: f32, exact: f32) {
-        for (j, four) in q.as_chunks::<4>().0.iter().enumerate() {
-            self.words[(b * 8 + j) * TILE_ROWS + i] = i32::from_le_bytes(four.map(|v| v as u8));
-        }
+    pub(crate) fn set_block(
+        &mut self,
+        (i, b): (usize, usize),
+        words: &[i32; 8],
+        half_sums: [i32; 2],
+        (scale, exact): (f32, f32),
+        half: impl Fn(f32) -> f32,
+    ) {
+        assert!(i < TILE_ROWS, "a row of the tile");
+        let rows = &mut self.words[b * 8 * TILE_ROWS..][..8 * TILE_ROWS];
+        words.iter().enumerate().for_each(|(j, word)| rows[j * TILE_ROWS + i] = *word);
         self.scales[b * TILE_ROWS + i] = scale;
         let round_sums = self.block == 32;
         for extra in &mut self.extras {
@@ -95,19 +103,19 @@ impl CodeTile {
                     extra.start[at] = -extra.zero * sum;
                 } else {
                     let product = exact * sum as f32;
-                    extra.sums[at] = if round_sums { f16::from_f32(product).to_f32() } else { product };
+                    extra.sums[at] = if round_sums { half(product) } else { product };
                 }
             }
         }
     }
 
-    /// Rounds one row, plainly.
+    /// Rounds one row, plainly. `half` rounds a number to f16.
     ///
     /// Blocks of 32 follow ggml's `quantize_row_q8_0`/`_q8_1` as its x86 code has them: scale `amax / 127`, kept as
     /// f16, values `x * (127 / amax)` rounded to nearest even. Blocks of 256 follow `quantize_row_q8_K`: the value of
     /// largest magnitude becomes -127, scale in f32, nearest even, at most 127.
     #[inline(always)]
-    pub(crate) fn set_row(&mut self, i: usize, row: &[f32]) {
+    pub(crate) fn set_row(&mut self, i: usize, row: &[f32], half: impl Fn(f32) -> f32) {
         assert_eq!(row.len(), self.k, "a row of the matrix");
         if self.block == 32 {
             for (b, x) in row.as_chunks::<32>().0.iter().enumerate() {
@@ -118,8 +126,8 @@ impl CodeTile {
                 let amax = lanes.iter().fold(0f32, |m, &v| m.max(v));
                 let exact = amax / 127.0;
                 let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
-                let q = std::array::from_fn(|j| round_i8(x[j] * inverse));
-                self.set_block(i, b, &q, half_sums(&q), f16::from_f32(exact).to_f32(), exact);
+                let q: [i8; 32] = std::array::from_fn(|j| round_i8(x[j] * inverse));
+                self.set_block((i, b), &words(&q), half_sums(&q), (half(exact), exact), &half);
             }
         } else {
             for (s, x) in row.as_chunks::<256>().0.iter().enumerate() {
@@ -135,12 +143,17 @@ impl CodeTile {
                 let inverse = if amax > 0.0 { -127.0 / max } else { 0.0 };
                 let scale = if amax > 0.0 { 1.0 / inverse } else { 0.0 };
                 for (b, x) in x.as_chunks::<32>().0.iter().enumerate() {
-                    let q = std::array::from_fn(|j| round_i8(x[j] * inverse));
-                    self.set_block(i, s * 8 + b, &q, half_sums(&q), scale, scale);
+                    let q: [i8; 32] = std::array::from_fn(|j| round_i8(x[j] * inverse));
+                    self.set_block((i, s * 8 + b), &words(&q), half_sums(&q), (scale, scale), &half);
                 }
             }
         }
     }
+}
+
+/// To f16 and back, on any processor.
+pub(crate) fn half_plain(x: f32) -> f32 {
+    f16::from_f32(x).to_f32()
 }
 
 /// Nearest even; values lie in -127.5..=127.5 by construction, NaN becomes 0 (and is caught where rows are handed over).
@@ -149,6 +162,12 @@ fn round_i8(x: f32) -> i8 {
     // Adding 1.5 * 2^23 leaves the rounded integer in the low bits of the mantissa.
     let bits = (x + 12_582_912.0).to_bits() as i32 - 0x4B40_0000;
     bits.clamp(-127, 127) as i8
+}
+
+/// Four codes to a word, the first in the lowest byte.
+#[inline(always)]
+fn words(q: &[i8; 32]) -> [i32; 8] {
+    std::array::from_fn(|j| i32::from_le_bytes(std::array::from_fn(|i| q[4 * j + i] as u8)))
 }
 
 /// Sums of the first and of the last sixteen codes.

@@ -77,7 +77,7 @@ fn mul_floats(a: &[f32], panel: &[FloatLine], out: &mut TileOut) {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn quantise_row(tile: &mut CodeTile, i: usize, row: &[f32]) {
-    tile.set_row(i, row);
+    tile.set_row(i, row, |x| _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(x)))));
 }
 
 /// Tile times panel, four rows of the tile and all sixteen columns (two registers) at a time.

@@ -179,13 +179,26 @@ fn mul_floats<const P: usize>(a: &[f32], panels: [&[FloatLine]; P], out: [&mut T
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")]
 fn quantise_row(tile: &mut CodeTile, i: usize, row: &[f32]) {
     assert_eq!(row.len(), tile.k(), "a row of the matrix");
+    let half = |x| _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(x))));
     if tile.block() == 32 {
-        for (b, x) in row.as_chunks::<32>().0.iter().enumerate() {
-            let amax = amax32(x);
-            let exact = amax / 127.0;
-            let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
-            let (q, sums) = round32(x, inverse);
-            tile.set_block(i, b, &q, sums, half::f16::from_f32(exact).to_f32(), exact);
+        // Sixteen blocks at a time, so that divisions come sixteen at once and nothing waits for one.
+        for (g, x) in row.chunks(16 * 32).enumerate() {
+            let blocks = x.as_chunks::<32>().0;
+            let mut lanes = [0f32; 16];
+            lanes.iter_mut().zip(blocks).for_each(|(l, x)| *l = amax32(x));
+            let by = _mm512_set1_ps(127.0);
+            // SAFETY: sixteen floats each.
+            let (exact, scale, inverse) = unsafe {
+                let amax = _mm512_loadu_ps(lanes.as_ptr());
+                let exact = _mm512_div_ps(amax, by);
+                let some = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(amax, _mm512_setzero_ps());
+                let rounded = _mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(exact));
+                (floats(exact), floats(rounded), floats(_mm512_maskz_div_ps(some, by, amax)))
+            };
+            for (j, x) in blocks.iter().enumerate() {
+                let (words, sums) = round32(x, inverse[j]);
+                tile.set_block((i, g * 16 + j), &words, sums, (scale[j], exact[j]), half);
+            }
         }
     } else {
         for (s, x) in row.as_chunks::<256>().0.iter().enumerate() {
@@ -195,8 +208,8 @@ fn quantise_row(tile: &mut CodeTile, i: usize, row: &[f32]) {
             let inverse = if amax > 0.0 { -127.0 / max } else { 0.0 };
             let scale = if amax > 0.0 { 1.0 / inverse } else { 0.0 };
             for (b, x) in blocks.iter().enumerate() {
-                let (q, sums) = round32(x, inverse);
-                tile.set_block(i, s * 8 + b, &q, sums, scale, scale);
+                let (words, sums) = round32(x, inverse);
+                tile.set_block((i, s * 8 + b), &words, sums, (scale, scale), half);
             }
         }
     }
@@ -216,20 +229,29 @@ fn amax32(x: &[f32; 32]) -> f32 {
     _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)))
 }
 
-/// `x * inverse`, rounded to nearest even, and the sums of the two halves.
+/// The lanes of a register.
+#[target_feature(enable = "avx512f")]
+fn floats(x: __m512) -> [f32; 16] {
+    let mut out = [0f32; 16];
+    // SAFETY: room for sixteen floats.
+    unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) };
+    out
+}
+
+/// `x * inverse`, rounded to nearest even, four bytes to a word, and the sums of the two halves.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
-fn round32(x: &[f32; 32], inverse: f32) -> ([i8; 32], [i32; 2]) {
+fn round32(x: &[f32; 32], inverse: f32) -> ([i32; 8], [i32; 2]) {
     let by = _mm512_set1_ps(inverse);
-    let (mut out, mut sums) = ([0i8; 32], [0i32; 2]);
-    for ((v, o), sum) in halves(x).into_iter().zip(out.as_chunks_mut::<16>().0).zip(&mut sums) {
-        let rounded = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(v, by)));
-        // SAFETY: room for sixteen bytes.
-        unsafe { _mm_storeu_si128(o.as_mut_ptr().cast(), rounded) };
-        // Sums of bytes exist unsigned only: with 128 more each.
-        let eights = _mm_sad_epu8(_mm_xor_si128(rounded, _mm_set1_epi8(-128)), _mm_setzero_si128());
-        *sum = _mm_extract_epi32::<0>(eights) + _mm_extract_epi32::<2>(eights) - 16 * 128;
-    }
-    (out, sums)
+    let [low, high] = halves(x).map(|v| _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(v, by))));
+    let codes = _mm256_set_m128i(high, low);
+    // Sums of bytes exist unsigned only, over eight each: with 128 more a byte.
+    let eights = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    let sum = |e: __m128i| _mm_extract_epi32::<0>(e) + _mm_extract_epi32::<2>(e) - 16 * 128;
+    let sums = [sum(_mm256_castsi256_si128(eights)), sum(_mm256_extracti128_si256::<1>(eights))];
+    let mut words = [0i32; 8];
+    // SAFETY: room for 32 bytes.
+    unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), codes) };
+    (words, sums)
 }
 
 /// Checks the lengths and picks the loop for the panels' form. `R` rows at a time: `R * P` of the registers carry

@@ -68,18 +68,21 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, job: &Job<'_>, first: usize
     let firsts: [usize; PANELS] = std::array::from_fn(|p| first + p * PANEL_COLS);
     // The last task may have one panel only.
     let panels = (job.weight.n() - first).div_ceil(PANEL_COLS).min(PANELS);
+    // Inside `rows`, so that a line is stored in one piece where registers are as wide.
     let store = |t: usize, out: &mut [TileOut; PANELS]| {
-        for (first, out) in firsts.into_iter().zip(out).take(panels) {
-            if let Some(bias) = job.bias {
-                let bias = &bias[first..bias.len().min(first + PANEL_COLS)];
-                for line in out.iter_mut() {
-                    line.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+        kernel.rows(|| {
+            for (first, out) in firsts.into_iter().zip(out).take(panels) {
+                if let Some(bias) = job.bias {
+                    let bias = &bias[first..bias.len().min(first + PANEL_COLS)];
+                    for line in out.iter_mut() {
+                        line.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
+                    }
                 }
+                // SAFETY: these elements are written by this task only: `gemm` hands every group of panels of every job out
+                // once for every share of the rows, shares do not overlap, and each job has a matrix of its own.
+                unsafe { job.out.store(t * TILE_ROWS, first, out) };
             }
-            // SAFETY: these elements are written by this task only: `gemm` hands every group of panels of every job out
-            // once for every share of the rows, shares do not overlap, and each job has a matrix of its own.
-            unsafe { job.out.store(t * TILE_ROWS, first, out) };
-        }
+        });
     };
     ROOM.with_borrow_mut(|(codes, floats)| match tiles {
         Tiles::Codes(tiles) => {

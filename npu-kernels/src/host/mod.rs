@@ -31,9 +31,11 @@ pub mod pool;
 pub mod recurrent;
 pub mod rowops;
 pub mod scalar;
+mod slab;
 
 pub use out::Columns;
 pub use pool::Pool;
+pub use slab::Slab;
 
 use crate::weight::WeightView;
 use panel::{CodePanel, FloatPanel};

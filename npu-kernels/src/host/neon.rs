@@ -1,6 +1,6 @@
 //! Inner loops for aarch64 with NEON and the dot-product instructions (Armv8.2 `dotprod`; every Armv8.4 core has them).
 
-use super::acts::{CodeTile, FloatTile};
+use super::acts::{CodeTile, FloatTile, half_plain};
 use super::panel::{CodePanel, FloatPanel};
 use super::{Kernel, TILE_ROWS, TileOut, attention, lanes};
 use crate::weight::WeightView;
@@ -37,7 +37,7 @@ unsafe impl Kernel for Neon {
     }
 
     fn quantise_row(self, tile: &mut CodeTile, i: usize, row: &[f32]) {
-        tile.set_row(i, row);
+        tile.set_row(i, row, half_plain);
     }
 
     fn attend(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]) {

@@ -34,6 +34,7 @@ impl<'a> Columns<'a> {
     ///
     /// # Safety
     /// No other thread may write or read these elements at the same time.
+    #[inline(always)]
     pub unsafe fn store(&self, row: usize, col: usize, tile: &TileOut) {
         let cols = self.n.saturating_sub(col).min(PANEL_COLS);
         if cols == PANEL_COLS && row + TILE_ROWS <= self.m {

@@ -1,6 +1,6 @@
 //! The plain kernel: no instruction beyond the baseline, and the yardstick of the others.
 
-use super::acts::{CodeTile, FloatTile};
+use super::acts::{CodeTile, FloatTile, half_plain};
 use super::panel::{CodePanel, FloatPanel};
 use super::{Kernel, PANEL_COLS, TILE_ROWS, TileOut, attention, lanes};
 use crate::weight::WeightView;
@@ -55,7 +55,7 @@ unsafe impl Kernel for Scalar {
     }
 
     fn quantise_row(self, tile: &mut CodeTile, i: usize, row: &[f32]) {
-        tile.set_row(i, row);
+        tile.set_row(i, row, half_plain);
     }
 
     fn attend(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]) {
