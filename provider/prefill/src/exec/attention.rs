@@ -7,19 +7,19 @@ use crate::plan::Command;
 use crate::weights::distinct;
 use crate::{Error, KvSink};
 use kvlayout::Part;
-use npu_kernels::host::Kernel;
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Heads, attention};
 use npu_kernels::host::rowops;
+use npu_kernels::host::{Kernel, Slab};
 use std::time::Instant;
 
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
 pub(super) struct Room {
-    q: Vec<f32>,
-    k: Vec<f32>,
-    v: Vec<f32>,
+    q: Slab,
+    k: Slab,
+    v: Slab,
     /// What the heads read, and the same rounded for the output projection.
-    attn: Vec<f32>,
+    attn: Slab,
     acts: Activations,
     /// Keys and values of the layer at hand, per key-value head.
     caches: Vec<HeadCache>,
@@ -36,10 +36,10 @@ impl Room {
         let out = widest(&|a| a.n_head * a.head_v);
         let weights = model.weights().layers.iter().filter_map(|l| l.mixer.attention());
         Room {
-            q: vec![0.0; m * widest(&|a| a.n_head * a.head_k)],
-            k: vec![0.0; m * widest(&|a| a.n_embd_k())],
-            v: vec![0.0; m * widest(&|a| a.n_embd_v())],
-            attn: vec![0.0; m * out],
+            q: Slab::new(m * widest(&|a| a.n_head * a.head_k)),
+            k: Slab::new(m * widest(&|a| a.n_embd_k())),
+            v: Slab::new(m * widest(&|a| a.n_embd_v())),
+            attn: Slab::new(m * out),
             acts: Activations::new(m, out, &distinct(weights.map(|w| w.o.weight.ty()))),
             caches: Vec::new(),
             n_tokens,

@@ -7,14 +7,14 @@ use crate::layer::dense::{self as kind, DenseOp};
 use crate::model::Model;
 use crate::plan::Command;
 use crate::weights::distinct;
-use npu_kernels::host::Kernel;
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::rowops;
+use npu_kernels::host::{Kernel, Slab};
 
 /// Buffers. Row-major, one row per position of the chunk.
 pub(super) struct Room {
-    gate: Vec<f32>,
-    up: Vec<f32>,
+    gate: Slab,
+    up: Slab,
     /// Their product, rounded for the down projection.
     acts: Activations,
 }
@@ -25,8 +25,8 @@ impl Room {
         let ff = kind::widest(model.spec());
         let weights = model.weights().layers.iter().filter_map(|l| l.ffn.dense());
         Room {
-            gate: vec![0.0; m * ff],
-            up: vec![0.0; m * ff],
+            gate: Slab::new(m * ff),
+            up: Slab::new(m * ff),
             acts: Activations::new(m, ff, &distinct(weights.map(|w| w.down.weight.ty()))),
         }
     }

@@ -13,7 +13,7 @@ use kvlayout::CacheType;
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::gemm::{Job, gemm};
 use npu_kernels::host::rowops::{self, Precision};
-use npu_kernels::host::{Columns, Kernel, Pool};
+use npu_kernels::host::{Columns, Kernel, Pool, Slab};
 use npu_kernels::with_kernel;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -149,7 +149,7 @@ struct Stage {
     /// The normed residual rows of a chunk, rounded: the input of a half.
     input: Activations,
     /// Its output, one row per position of the chunk.
-    out: Vec<f32>,
+    out: Slab,
 }
 
 /// Buffers and state of one run.
@@ -157,7 +157,7 @@ struct Run<'a, K> {
     host: Host<'a, K>,
     tokens: &'a [u32],
     /// The residual stream of every position, row-major.
-    x: Vec<f32>,
+    x: Slab,
     stage: Stage,
     attention: attention::Room,
     dense: dense::Room,
@@ -174,8 +174,8 @@ impl<'a, K: Kernel> Run<'a, K> {
         Run {
             host,
             tokens,
-            x: vec![0.0; tokens.len() * e],
-            stage: Stage { input: Activations::new(m, e, &weights.input_types()), out: vec![0.0; m * e] },
+            x: Slab::new(tokens.len() * e),
+            stage: Stage { input: Activations::new(m, e, &weights.input_types()), out: Slab::new(m * e) },
             attention: attention::Room::new(host.model, m, tokens.len()),
             dense: dense::Room::new(host.model, m),
         }
