@@ -1,6 +1,8 @@
 //! What the kernels are compared with: the plainest possible code, in double precision, over whole matrices.
 
+use crate::catalogue::{Layout, Spec, Type};
 use crate::host::blocks;
+use crate::pack::{self, bfp16, blocked, q4nx};
 use crate::weight::{ActKind, WeightView};
 use half::{bf16, f16};
 
@@ -149,4 +151,40 @@ pub fn selective_scan(a: &[f32], steps: &[ScanStep]) -> (Vec<f64>, Vec<f64>) {
         out.push(state.iter().zip(c).map(|(s, c)| s * f64::from(*c)).sum());
     }
     (out, state)
+}
+
+/// What a catalogued kernel computes, from operands as they lie in memory: `C[m][n] = A[m][k] · B[k][n]`. Integers exactly,
+/// everything else in double precision and rounded once, to nearest, at the end.
+///
+/// # Panics
+/// When the spec is not sound or an operand has another size.
+pub fn gemm(spec: &Spec, a: &[u8], b: &[u8]) -> Vec<u8> {
+    let [a_bytes, b_bytes, _] = spec.bytes();
+    assert!(a.len() == a_bytes && b.len() == b_bytes, "operands of {spec}");
+    let (m, k, n) = (spec.m, spec.k, spec.n);
+    if spec.is_int8() {
+        // B as [n][k].
+        let b = match spec.b.layout {
+            Layout::Blocked64x128 => blocked::unpack(b, n, k, k, n),
+            _ => pack::unpack_row_major_b(b, n, k, k, n),
+        };
+        let product = |i: usize, j: usize| -> i64 {
+            let (a, b) = (&a[i * k..][..k], &b[j * k..][..k]);
+            a.iter().zip(b).map(|(a, b)| i64::from(a.cast_signed()) * i64::from(*b)).sum()
+        };
+        let int = &|i: usize, j: usize| i32::try_from(product(i, j)).expect("K is small enough").to_le_bytes();
+        return (0..m).flat_map(|i| (0..n).flat_map(move |j| int(i, j))).collect();
+    }
+    let a: Vec<f64> = match spec.a.ty {
+        Type::Bfp16 => bfp16::values(a).expect("whole blocks"),
+        _ => a.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f64()).collect(),
+    };
+    let b: Vec<f64> = match spec.b.ty {
+        Type::Bfp16 => bfp16::values(b).expect("whole blocks"),
+        _ => q4nx::values(b, n, k).expect("whole tiles"),
+    };
+    let product =
+        |i: usize, j: usize| -> f64 { a[i * k..][..k].iter().zip(&b[j * k..][..k]).map(|(a, b)| a * b).sum() };
+    let product = &product;
+    (0..m).flat_map(|i| (0..n).flat_map(move |j| (product(i, j) as f32).to_le_bytes())).collect()
 }

@@ -174,6 +174,11 @@ impl<'a> WeightView<'a> {
         self.k
     }
 
+    /// The bytes of all rows.
+    pub fn data(&self) -> &'a [u8] {
+        self.data
+    }
+
     /// The bytes of row `i`.
     pub fn row(&self, i: usize) -> &'a [u8] {
         let bytes = self.data.len() / self.n;
