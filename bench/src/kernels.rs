@@ -295,6 +295,7 @@ fn attentions(c: &Kernels, pool: &Pool, out: &mut Vec<Row>, progress: &mut dyn F
                         first: keys - m,
                         scale: 1.0 / (head as f32).sqrt(),
                         window: None,
+                        sinks: None,
                         out: &mut result,
                     });
                 })

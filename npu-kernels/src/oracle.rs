@@ -71,7 +71,8 @@ fn rounded_sums(weight: &WeightView<'_>, n: usize, row: &[f32]) -> f64 {
     blocks.sum()
 }
 
-/// Attention of one head: `q[i]` at position `first + i` over `keys` and `values`, causal, with a window.
+/// Attention of one head: `q[i]` at position `first + i` over `keys` and `values`, causal, with a window. The sink is one
+/// more score, without a value.
 pub fn attention(
     q: &[Vec<f32>],
     first: usize,
@@ -79,6 +80,7 @@ pub fn attention(
     values: &[Vec<f32>],
     scale: f64,
     window: Option<usize>,
+    sink: Option<f64>,
 ) -> Vec<Vec<f64>> {
     q.iter()
         .enumerate()
@@ -87,9 +89,9 @@ pub fn attention(
             let low = window.map_or(0, |w| (at + 1).saturating_sub(w));
             let dot = |k: &[f32]| q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() * scale;
             let scores: Vec<f64> = keys[low..=at].iter().map(|k| dot(k)).collect();
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let max = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
             let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-            let total: f64 = weights.iter().sum();
+            let total: f64 = weights.iter().sum::<f64>() + sink.map_or(0.0, |s| (s - max).exp());
             (0..values[0].len())
                 .map(|d| weights.iter().zip(&values[low..]).map(|(w, v)| w * f64::from(v[d])).sum::<f64>() / total)
                 .collect()

@@ -6,7 +6,8 @@
 
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Scratch, Task};
-use npu_kernels::host::gemm::{Job, gemm};
+use npu_kernels::host::gemm::{GroupedJob, Job, Part, gemm, gemm_grouped};
+use npu_kernels::host::rowops;
 use npu_kernels::host::{Columns, Isa, Pool, TILE_ROWS};
 use npu_kernels::{WeightType, WeightView, oracle, with_kernel};
 use proptest::prelude::*;
@@ -92,6 +93,92 @@ fn check_gemm(isa: Isa, ty: WeightType, m: usize, n: usize, k: usize, seed: u64)
     }
 }
 
+/// Three experts of different types of rows: none, a few, more than a tile; the gaps between groups stay untouched.
+fn check_grouped(isa: Isa, ty: WeightType, threads: usize) {
+    let (n, k) = (37, if ty.block().0 == 256 { 256 } else { 64 });
+    let counts = [5, 0, TILE_ROWS + 7, 1];
+    let mut rng = Rng(91);
+    let data: Vec<Vec<u8>> = counts.iter().map(|_| weights(ty, n, k, &mut rng)).collect();
+    let views: Vec<_> = data.iter().map(|d| WeightView::new(ty, n, k, d).expect("whole rows")).collect();
+    let biases: Vec<Vec<f32>> = counts.iter().map(|_| rng.row(n)).collect();
+    let mut tiles = Vec::new();
+    let mut rows: Vec<Vec<f32>> = Vec::new();
+    for count in counts {
+        let first = rows.len() / TILE_ROWS;
+        rows.extend((0..count).map(|_| rng.row(k)));
+        rows.resize(rows.len().next_multiple_of(TILE_ROWS), vec![0.0; k]);
+        tiles.push(first..rows.len() / TILE_ROWS);
+    }
+    let m = rows.len();
+    let pool = Pool::new(threads).unwrap();
+    let mut acts = Activations::new(m, k, &[ty]);
+    let mut out = [vec![f32::NAN; m * n], vec![f32::NAN; m * n]];
+    let [one, two] = &mut out;
+    with_kernel!(isa, kernel => {
+        acts.fill(kernel, &pool, |i, row| row.copy_from_slice(&rows[i]));
+        let parts = |with_bias: bool| {
+            let both = views.iter().zip(&biases);
+            both.map(|(weight, bias)| Part { weight: *weight, bias: with_bias.then_some(&**bias) }).collect()
+        };
+        let jobs = [
+            GroupedJob { parts: parts(false), out: Columns::new(one, m, n) },
+            GroupedJob { parts: parts(true), out: Columns::new(two, m, n) },
+        ];
+        gemm_grouped(kernel, &pool, &acts, &tiles, &jobs);
+    });
+    for ((range, count), (view, bias)) in tiles.iter().zip(counts).zip(views.iter().zip(&biases)) {
+        let first = range.start * TILE_ROWS;
+        let wanted = oracle::product(&rows[first..first + count], view);
+        for (i, want) in wanted.iter().enumerate() {
+            let biased: Vec<f64> = want.iter().zip(bias).map(|(w, b)| w + f64::from(*b)).collect();
+            for (out, want) in out.iter().zip([want, &biased]) {
+                let error = relative(&out[(first + i) * n..][..n], want);
+                assert!(error < GEMM_REL, "{} {ty:?} row {i} of the group at {first}: {error:e}", isa.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn each_group_of_rows_meets_its_own_matrix() {
+    for isa in available() {
+        for ty in WeightType::ALL {
+            check_grouped(isa, ty, 1);
+        }
+        check_grouped(isa, WeightType::Mxfp4, 40);
+    }
+}
+
+#[test]
+#[should_panic(expected = "groups follow each other")]
+fn groups_that_overlap_are_a_mistake() {
+    let (pool, data) = (Pool::new(1).unwrap(), [0u8; 64]);
+    let part = Part { weight: WeightView::new(WeightType::F32, 4, 4, &data).unwrap(), bias: None };
+    let acts = Activations::new(24, 4, &[WeightType::F32]);
+    let mut out = vec![0f32; 24 * 4];
+    let jobs = [GroupedJob { parts: vec![part, part], out: Columns::new(&mut out, 24, 4) }];
+    gemm_grouped(npu_kernels::host::scalar::Scalar, &pool, &acts, &[0..2, 1..2], &jobs);
+}
+
+/// Values from Python, `g * 1 / (1 + exp(-1.702 * g)) * (u + 1)` in double precision with g and u
+/// clamped first.
+#[test]
+fn the_gate_of_gpt_oss_is_clamped() {
+    let gate = [0.5f32, -2.0, 9.0, 7.0, -40.0, 1.0];
+    let up = [0.25f32, 3.0, -9.0, 9.0, 1.0, -1.0];
+    let want = [0.437_985_55_f32, -0.257_365_5, -41.999_719, 55.999_625, 0.0, 0.0];
+    let mut out = [0f32; 6];
+    rowops::swiglu_oai(&gate, &up, &mut out);
+    for (o, w) in out.iter().zip(want) {
+        assert!((o - w).abs() <= 1e-5 * w.abs().max(1.0), "{out:?}, wanted {want:?}");
+    }
+    let mut nan = [0f32; 17];
+    rowops::swiglu_oai(&[f32::NAN; 17], &[1.0; 17], &mut nan);
+    assert!(nan.iter().all(|v| v.is_nan()), "a NaN stays one, so that it is noticed");
+    rowops::relu_mul(&[f32::NAN, -1.0, 2.0], &[1.0, f32::MAX, 3.0], &mut nan[..3]);
+    assert!(nan[0].is_nan() && nan[1] == 0.0 && nan[2] == 6.0);
+}
+
 fn available() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_available())
 }
@@ -158,19 +245,26 @@ fn extreme_codes_do_not_overflow() {
     }
 }
 
-fn check_attention(isa: Isa, hk: usize, hv: usize, first: usize, rows: usize, window: Option<usize>) {
+fn check_attention(
+    isa: Isa,
+    [hk, hv]: [usize; 2],
+    first: usize,
+    rows: usize,
+    window: Option<usize>,
+    sink: Option<f32>,
+) {
     let mut rng = Rng((hk * 7919 + first * 31 + rows) as u64 | 1);
     let n = first + rows;
     let keys: Vec<Vec<f32>> = (0..n).map(|_| rng.row(hk)).collect();
     let values: Vec<Vec<f32>> = (0..n).map(|_| rng.row(hv)).collect();
     let q: Vec<Vec<f32>> = (0..rows).map(|_| rng.row(hk)).collect();
     let scale = 1.0 / (hk as f32).sqrt();
-    let wanted = oracle::attention(&q, first, &keys, &values, f64::from(scale), window);
+    let wanted = oracle::attention(&q, first, &keys, &values, f64::from(scale), window, sink.map(f64::from));
     let mut cache = HeadCache::new(hk, hv, n);
     keys.iter().zip(&values).for_each(|(k, v)| cache.push(k, v));
     let flat = q.concat();
     let mut out = vec![f32::NAN; rows * hv];
-    let task = Task { q: &flat, q_stride: hk, rows, first, scale, window, cache: &cache };
+    let task = Task { q: &flat, q_stride: hk, rows, first, scale, window, sink, cache: &cache };
     with_kernel!(isa, kernel => kernel.attend(&task, &mut Scratch::default(), &mut out));
     for (i, want) in wanted.iter().enumerate() {
         // Relative to the values (deviation 1), of which the output is a mean that may cancel.
@@ -178,7 +272,7 @@ fn check_attention(isa: Isa, hk: usize, hv: usize, first: usize, rows: usize, wi
         let error = (diff / hv as f64).sqrt();
         assert!(
             error < ATTENTION_REL,
-            "{} hk {hk} hv {hv} first {first} row {i} window {window:?}: {error:e}",
+            "{} hk {hk} hv {hv} first {first} row {i} window {window:?} sink {sink:?}: {error:e}",
             isa.name()
         );
     }
@@ -191,8 +285,22 @@ fn attention_agrees_with_the_oracle() {
             for first in [0, 1, 5, 15, 16, 250, 256, 300, 700] {
                 for rows in [1, 7, TILE_ROWS] {
                     for window in [None, Some(1), Some(8), Some(64), Some(500)] {
-                        check_attention(isa, hk, hv, first, rows, window);
+                        check_attention(isa, [hk, hv], first, rows, window, None);
                     }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sinks_join_the_sum_of_weights() {
+    for isa in available() {
+        for sink in [-60.0, -1.5, 0.0, 2.0, 40.0] {
+            for (first, rows) in [(0, 1), (0, TILE_ROWS), (5, 7), (300, TILE_ROWS)] {
+                for window in [None, Some(1), Some(8)] {
+                    check_attention(isa, [64, 64], first, rows, window, Some(sink));
+                    check_attention(isa, [20, 12], first, rows, window, Some(sink));
                 }
             }
         }

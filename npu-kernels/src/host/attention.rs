@@ -98,6 +98,8 @@ pub struct Task<'a> {
     pub scale: f32,
     /// A row at position p sees keys p - window + 1 to p; all of them without a window.
     pub window: Option<usize>,
+    /// The head's sink: a score that joins the sum of weights and has no value.
+    pub sink: Option<f32>,
     /// Keys and values.
     pub cache: &'a HeadCache,
 }
@@ -134,6 +136,8 @@ pub struct Heads<'a> {
     pub scale: f32,
     /// See [`Task::window`].
     pub window: Option<usize>,
+    /// One per query head, in models that have them; see [`Task::sink`].
+    pub sinks: Option<&'a [f32]>,
     /// `[row][n_head * head_v]` results.
     pub out: &'a mut [f32],
 }
@@ -147,11 +151,12 @@ thread_local! {
 /// # Panics
 /// When a slice has not the length that its documentation says.
 pub fn attention<K: Kernel>(kernel: K, pool: &Pool, heads: Heads<'_>) {
-    let Heads { q, n_head, caches, m, first, scale, window, out } = heads;
+    let Heads { q, n_head, caches, m, first, scale, window, sinks, out } = heads;
     let (hk, hv) = (caches[0].head_k(), caches[0].head_v());
     let group = n_head / caches.len();
     assert!(group * caches.len() == n_head && q.len() == m * n_head * hk, "queries of {n_head} heads");
     assert!(caches.iter().all(|c| c.len >= first + m), "keys of every position");
+    assert!(sinks.is_none_or(|s| s.len() == n_head), "a sink for every head");
     let out = Columns::new(out, m, n_head * hv);
     let tiles = m.div_ceil(TILE_ROWS);
     pool.for_each(tiles * n_head, |i| {
@@ -165,6 +170,7 @@ pub fn attention<K: Kernel>(kernel: K, pool: &Pool, heads: Heads<'_>) {
             first: first + t * TILE_ROWS,
             scale,
             window,
+            sink: sinks.map(|s| s[h]),
             cache: &caches[h / group],
         };
         SCRATCH.with_borrow_mut(|(scratch, result)| {

@@ -2,6 +2,7 @@
 //!
 //! A thread takes two panels of sixteen outputs, decodes their weights into its own cache and multiplies all tiles of
 //! rows with them. Nothing is repacked ahead of time and nothing is kept, so a run starts without a loading phase.
+//! Matrices that take a group of the rows each ([`gemm_grouped`]) share the threads the same way.
 
 use super::acts::{Activations, Tiles};
 use super::panel::{CodePanel, FloatPanel};
@@ -38,30 +39,102 @@ thread_local! {
 /// When a weight's inputs are not the activations', an output has other columns than its weight has rows, or the
 /// activations were not made for a weight's type: the caller's mistakes, not the data's.
 pub fn gemm<K: Kernel>(kernel: K, pool: &Pool, acts: &Activations, jobs: &[Job<'_>]) {
-    let groups = |job: &Job<'_>| job.weight.n().div_ceil(PANELS * PANEL_COLS);
-    for job in jobs {
-        assert_eq!(job.weight.k(), acts.k(), "inputs of the weight and of the activations");
-        assert_eq!(job.weight.n(), job.out.n(), "outputs of the weight and of the matrix");
-        assert!(job.bias.is_none_or(|b| b.len() == job.weight.n()), "a bias for every output");
+    let tiles = 0..acts.m().div_ceil(TILE_ROWS);
+    let tasks = jobs.iter().map(|job| (Part { weight: job.weight, bias: job.bias }, &job.out, tiles.clone()));
+    run(kernel, pool, acts, &tasks.collect::<Vec<_>>());
+}
+
+/// One matrix and what is added to its product.
+#[derive(Copy, Clone)]
+pub struct Part<'a> {
+    /// The weight matrix.
+    pub weight: WeightView<'a>,
+    /// Added to every row.
+    pub bias: Option<&'a [f32]>,
+}
+
+/// Products of rows with matrices of which each takes some of the rows only, as the experts of a mixture do.
+pub struct GroupedJob<'a> {
+    /// One matrix for each group of rows, all of one shape.
+    pub parts: Vec<Part<'a>>,
+    /// Where the products go, row by row as the activations.
+    pub out: Columns<'a>,
+}
+
+/// Computes all jobs on all threads. Group `i` of the rows is `tiles[i]`, counted in tiles of [`TILE_ROWS`] rows; it meets
+/// matrix `i` of every job, and each matrix is read and decoded once (several times where there are more threads than
+/// panels). Groups follow each other; rows between them are left as they are.
+///
+/// # Panics
+/// As [`gemm`]; and when groups overlap or reach past the activations, or a job has another number of matrices.
+pub fn gemm_grouped<K: Kernel>(
+    kernel: K,
+    pool: &Pool,
+    acts: &Activations,
+    tiles: &[Range<usize>],
+    jobs: &[GroupedJob<'_>],
+) {
+    let mut end = 0;
+    for group in tiles {
+        assert!(group.start >= end && group.end >= group.start, "groups follow each other");
+        end = group.end;
     }
-    let total: usize = jobs.iter().map(groups).sum();
+    let mut tasks = Vec::with_capacity(jobs.len() * tiles.len());
+    for job in jobs {
+        assert_eq!(job.parts.len(), tiles.len(), "a matrix for every group");
+    }
+    // A group's matrices one after another, so that its rows are read while they are near.
+    for (i, group) in tiles.iter().enumerate().filter(|(_, group)| !group.is_empty()) {
+        tasks.extend(jobs.iter().map(|job| (job.parts[i], &job.out, group.clone())));
+    }
+    run(kernel, pool, acts, &tasks);
+}
+
+/// Computes products. No two of them write the same rows of the same matrix: [`gemm`] and [`gemm_grouped`] see to it.
+fn run<K: Kernel>(kernel: K, pool: &Pool, acts: &Activations, tasks: &[(Part<'_>, &Columns<'_>, Range<usize>)]) {
+    let groups = |part: &Part<'_>| part.weight.n().div_ceil(PANELS * PANEL_COLS);
     let n_tiles = acts.m().div_ceil(TILE_ROWS);
+    for (part, out, tiles) in tasks {
+        assert_eq!(part.weight.k(), acts.k(), "inputs of the weight and of the activations");
+        assert_eq!(part.weight.n(), out.n(), "outputs of the weight and of the matrix");
+        assert!(part.bias.is_none_or(|b| b.len() == part.weight.n()), "a bias for every output");
+        assert!(tiles.end <= n_tiles, "rows of the activations");
+    }
+    let total: usize = tasks.iter().map(|(part, ..)| groups(part)).sum();
+    let most = tasks.iter().map(|(_, _, tiles)| tiles.len()).max().unwrap_or(0);
     // Many threads and few panels: rows are shared out too, and each share decodes its panels again.
-    let shares = (TASKS_PER_THREAD * pool.threads()).div_ceil(total).min(n_tiles.div_ceil(TILES_PER_SHARE)).max(1);
+    let shares = match total {
+        0 => return,
+        _ => (TASKS_PER_THREAD * pool.threads()).div_ceil(total).min(most.div_ceil(TILES_PER_SHARE)).max(1),
+    };
+    // Where each product's work items begin.
+    let mut starts = Vec::with_capacity(tasks.len());
+    let mut next = 0;
+    for (part, ..) in tasks {
+        starts.push(next);
+        next += groups(part);
+    }
     pool.for_each(total * shares, |i| {
-        let (mut group, share) = (i / shares, i % shares);
-        let tiles = share * n_tiles / shares..(share + 1) * n_tiles / shares;
-        for job in jobs {
-            if group < groups(job) {
-                return product(kernel, acts, job, group * PANELS * PANEL_COLS, tiles);
-            }
-            group -= groups(job);
+        let (item, share) = (i / shares, i % shares);
+        let at = starts.partition_point(|&start| start <= item) - 1;
+        let (part, out, tiles) = &tasks[at];
+        let n = tiles.len();
+        let mine = tiles.start + share * n / shares..tiles.start + (share + 1) * n / shares;
+        if !mine.is_empty() {
+            product(kernel, acts, part, out, (item - starts[at]) * PANELS * PANEL_COLS, mine);
         }
     });
 }
 
 /// The outputs from `first` on, a task's worth of them, of the rows in `range`, counted in tiles.
-fn product<K: Kernel>(kernel: K, acts: &Activations, job: &Job<'_>, first: usize, range: Range<usize>) {
+fn product<K: Kernel>(
+    kernel: K,
+    acts: &Activations,
+    job: &Part<'_>,
+    to: &Columns<'_>,
+    first: usize,
+    range: Range<usize>,
+) {
     let ty = job.weight.ty();
     let (tiles, form) = acts.tiles_for(ty).expect("activations made for this weight type");
     let mut out: [TileOut; PANELS] = [[[0.0; PANEL_COLS]; TILE_ROWS]; PANELS];
@@ -78,9 +151,10 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, job: &Job<'_>, first: usize
                         line.iter_mut().zip(bias).for_each(|(v, b)| *v += b);
                     }
                 }
-                // SAFETY: these elements are written by this task only: `gemm` hands every group of panels of every job out
-                // once for every share of the rows, shares do not overlap, and each job has a matrix of its own.
-                unsafe { job.out.store(t * TILE_ROWS, first, out) };
+                // SAFETY: these elements are written by this task only: `run` hands every group of panels of every product
+                // out once for every share of its rows, shares do not overlap, and no two products have the same rows of
+                // the same matrix.
+                unsafe { to.store(t * TILE_ROWS, first, out) };
             }
         });
     };

@@ -228,7 +228,17 @@ pub(crate) fn attend<const FMA: bool>(
         k0 += BLOCK;
     }
     for i in 0..rows {
-        let inverse = 1.0 / sum[i];
+        let inverse = match task.sink {
+            None => 1.0 / sum[i],
+            // As one more key would: both sides shrink to the larger maximum.
+            Some(sink) => {
+                let top = max[i].max(sink);
+                let mut e = [0.0; PANEL_COLS];
+                (e[0], e[1]) = (max[i] - top, sink - top);
+                exp::<FMA>(&mut e);
+                e[0] / (sum[i] * e[0] + e[1])
+            }
+        };
         let from = scratch.acc[i * lines..][..lines].iter().flat_map(|line| &line.0);
         out[i * hv..][..hv].iter_mut().zip(from).for_each(|(o, v)| *o = v * inverse);
     }

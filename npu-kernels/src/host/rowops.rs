@@ -102,6 +102,44 @@ pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
 }
 
+/// `out = g * sigmoid(1.702 * g) * (u + 1)` with g the gate, at most 7, and u the other, within ±7 (ggml's `swiglu_oai` with
+/// the numbers that gpt-oss has).
+#[inline(always)]
+pub fn swiglu_oai(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    const ALPHA: f32 = 1.702;
+    const LIMIT: f32 = 7.0;
+    let one = |g: &[f32; 16], u: &[f32; 16]| -> [f32; 16] {
+        // Not `min`, which would turn NaN into a number.
+        let g = g.map(|v| if v > LIMIT { LIMIT } else { v });
+        let mut e = g.map(|v| -v * ALPHA);
+        lanes::exp::<false>(&mut e);
+        std::array::from_fn(|i| g[i] / (1.0 + e[i]) * (u[i].clamp(-LIMIT, LIMIT) + 1.0))
+    };
+    let (g, g_rest) = gate.as_chunks::<16>();
+    let (u, u_rest) = up.as_chunks::<16>();
+    let (o, o_rest) = out.as_chunks_mut::<16>();
+    for ((g, u), o) in g.iter().zip(u).zip(o) {
+        *o = one(g, u);
+    }
+    for ((g, u), o) in g_rest.iter().zip(u_rest).zip(o_rest) {
+        *o = one(&[*g; 16], &[*u; 16])[0];
+    }
+}
+
+/// `out = max(gate, 0) * up`.
+#[inline(always)]
+pub fn relu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    for ((g, u), o) in gate.iter().zip(up).zip(out) {
+        *o = if *g <= 0.0 { 0.0 } else { g * u };
+    }
+}
+
+/// `x += y * by`, product and sum rounded one after the other.
+#[inline(always)]
+pub fn add_scaled(x: &mut [f32], y: &[f32], by: f32) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += y * by);
+}
+
 /// `out = gelu(gate) * up`, GELU in its tanh form, from and to half precision for |gate| < 10 as ggml's table has it.
 #[inline(always)]
 pub fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {

@@ -190,6 +190,7 @@ impl Room {
             first: c.rows.start,
             scale: a.scale,
             window: window.map(|w| w as usize),
+            sinks: None,
             out: &mut self.attn[..m * a.n_head * a.head_v],
         };
         attention(host.kernel, host.pool, heads);
