@@ -12,12 +12,14 @@
 #![forbid(unsafe_code)]
 
 pub mod arch;
+mod argsort;
 mod error;
 mod exec;
 pub mod layer;
 mod model;
 mod plan;
 pub mod rope;
+pub mod route;
 mod spec;
 pub mod weights;
 
