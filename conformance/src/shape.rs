@@ -65,10 +65,22 @@ impl Shape {
         let n_head_kv = number("attention.head_count_kv")?.unwrap_or(n_head);
         let head_k = number("attention.key_length")?.unwrap_or(n_embd / n_head);
         let head_v = number("attention.value_length")?.unwrap_or(n_embd / n_head);
-        let window = if arch == "gemma3" { number("attention.sliding_window")?.filter(|&n| n > 0) } else { None };
-        // llama.cpp takes the pattern as a number only; an array it passes over, and the period is six.
-        let period =
-            model.get(&key("attention.sliding_window_pattern")).and_then(|v| v.as_integer()).map_or(6, |n| n as usize);
+        // Which layers see a window, where the file does not say: all but every so-manieth.
+        let default_period = match arch.as_str() {
+            "gemma3" => Some(6),
+            "gpt-oss" => Some(2),
+            "mellum" => Some(4),
+            _ => None,
+        };
+        let window = match default_period {
+            Some(_) => number("attention.sliding_window")?.filter(|&n| n > 0),
+            None => None,
+        };
+        // llama.cpp takes the pattern as a number only; an array it passes over, and the period is the default.
+        let period = model
+            .get(&key("attention.sliding_window_pattern"))
+            .and_then(|v| v.as_integer())
+            .map_or(default_period.unwrap_or(0), |n| n as usize);
         let sliding = (0..n_layer).map(|il| window.is_some() && (period == 0 || il % period < period - 1)).collect();
         let embeddings = model.tensor("token_embd.weight").context("no tensor token_embd.weight")?;
         let mut weights = Weights::F32;

@@ -7,6 +7,7 @@
 use crate::layer;
 use crate::layer::attention::AttentionOp;
 use crate::layer::dense::DenseOp;
+use crate::layer::experts::ExpertsOp;
 use crate::spec::{LayerSpec, Spec};
 use std::fmt;
 use std::ops::Range;
@@ -22,6 +23,8 @@ pub enum Op {
     Attention(AttentionOp),
     /// A step of the plain feed-forward network.
     Dense(DenseOp),
+    /// A step of a mixture of experts.
+    Experts(ExpertsOp),
     /// The half's output (normed first where the model does) joins the residual stream.
     Join(Half),
 }
@@ -65,6 +68,7 @@ impl Command {
         match &self.op {
             Op::Attention(op) => op.flops(&self.rows),
             Op::Dense(op) => op.flops(self.rows.len() as u64),
+            Op::Experts(op) => op.flops(self.rows.len() as u64),
             Op::Embed | Op::Norm(_) | Op::Join(_) => 0,
         }
     }
@@ -75,6 +79,8 @@ impl Command {
             Op::Attention(AttentionOp::Qkv { .. } | AttentionOp::Out { .. }) => Work::Gemm,
             Op::Attention(AttentionOp::Attend { .. }) => Work::Attention,
             Op::Dense(DenseOp::GateUp { .. } | DenseOp::Down { .. }) => Work::Gemm,
+            Op::Experts(ExpertsOp::ExpertsGate) => Work::Other,
+            Op::Experts(_) => Work::Gemm,
             _ => Work::Other,
         }
     }
@@ -158,6 +164,7 @@ impl fmt::Display for Op {
         match self {
             Op::Attention(op) => write!(f, "{op:?}"),
             Op::Dense(op) => write!(f, "{op:?}"),
+            Op::Experts(op) => write!(f, "{op:?}"),
             other => write!(f, "{other:?}"),
         }
     }

@@ -1,5 +1,6 @@
 //! Architectures of attention and plain feed-forward networks.
 
+use super::experts::LLAMA_EXPERTS;
 use super::{Activation, Arch, Pairing, Presence, WindowRule};
 
 pub(super) const LLAMA: Arch = Arch {
@@ -15,12 +16,15 @@ pub(super) const LLAMA: Arch = Arch {
     rope_factors: true,
     partial_rope: false,
     embd_scale_at_layers: None,
+    sinks: false,
+    ffn_norm: "ffn_norm",
+    experts: None,
     examples: "Llama 1-3.x, Mistral 7B, SmolLM2, TinyLlama",
 };
 
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[
-    LLAMA,
+    Arch { experts: Some(&LLAMA_EXPERTS), examples: "Llama 1-3.x, Mistral 7B, Mixtral, SmolLM2, TinyLlama", ..LLAMA },
     Arch {
         name: "qwen2",
         pairing: Pairing::Halves,
@@ -47,10 +51,13 @@ pub(super) const TABLE: &[Arch] = &[
         post_norms: true,
         scaled_embedding: true,
         activation: Activation::Gelu,
-        window: Some(WindowRule { period: 6, rope_base: 10000.0 }),
+        window: Some(WindowRule { period: 6, rope_base: Some(10000.0) }),
         rope_factors: false,
         partial_rope: true,
         embd_scale_at_layers: Some(62),
+        sinks: false,
+        ffn_norm: "ffn_norm",
+        experts: None,
         examples: "Gemma 3 270M-27B, text",
     },
 ];

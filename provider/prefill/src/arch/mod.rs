@@ -5,6 +5,7 @@
 //! the flag and teach [`crate::spec`] and the kinds of layers ([`crate::layer`]) about it.
 
 mod dense;
+pub mod experts;
 
 pub use npu_kernels::host::rowops::Pairing;
 
@@ -55,6 +56,12 @@ pub struct Arch {
     pub partial_rope: bool,
     /// The attention scale is 1/sqrt(n_embd / n_head) instead of 1/sqrt(head size) in models of this many layers.
     pub embd_scale_at_layers: Option<u32>,
+    /// Each head has a sink: a score that joins the softmax and has no value.
+    pub sinks: bool,
+    /// The norm before the feed-forward network, by its tensor's name.
+    pub ffn_norm: &'static str,
+    /// What its mixtures of experts are like, where it may have them.
+    pub experts: Option<&'static experts::ExpertRule>,
     /// Models that users know it by.
     pub examples: &'static str,
 }
@@ -64,12 +71,13 @@ pub struct Arch {
 pub struct WindowRule {
     /// Every n-th layer sees everything, the others a window; where the file does not say.
     pub period: u32,
-    /// RoPE base of the window layers where the file does not say; they are never scaled.
-    pub rope_base: f32,
+    /// RoPE base of the window layers where the file does not say, and they are never scaled; or the base and the scale
+    /// of the others.
+    pub rope_base: Option<f32>,
 }
 
 /// Every supported architecture, in tables by what their layers are made of.
-pub const TABLES: &[&[Arch]] = &[dense::TABLE];
+pub const TABLES: &[&[Arch]] = &[dense::TABLE, experts::TABLE];
 
 /// Every supported architecture.
 pub fn all() -> impl Iterator<Item = &'static Arch> {

@@ -62,7 +62,7 @@ impl Room {
         match op {
             AttentionOp::Qkv { n, .. } => self.qkv(host, stage, c, weights, *n),
             AttentionOp::StoreKv => return self.store_kv(host, c, spec, weights, sink),
-            AttentionOp::Attend { window, .. } => self.attend(host, c, spec, *window),
+            AttentionOp::Attend { window, .. } => self.attend(host, c, spec, weights, *window),
             AttentionOp::Out { k, n } => self.out(host, stage, c, weights, *k, *n)?,
         }
         Ok(0.0)
@@ -180,7 +180,14 @@ impl Room {
         });
     }
 
-    fn attend<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, a: &AttentionSpec, window: Option<u32>) {
+    fn attend<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        c: &Command,
+        a: &AttentionSpec,
+        w: &AttentionWeights<'_>,
+        window: Option<u32>,
+    ) {
         let m = c.rows.len();
         let heads = Heads {
             q: &self.q[..m * a.n_head * a.head_k],
@@ -190,7 +197,7 @@ impl Room {
             first: c.rows.start,
             scale: a.scale,
             window: window.map(|w| w as usize),
-            sinks: None,
+            sinks: w.sinks.as_deref(),
             out: &mut self.attn[..m * a.n_head * a.head_v],
         };
         attention(host.kernel, host.pool, heads);

@@ -3,6 +3,7 @@
 
 mod attention;
 mod dense;
+mod experts;
 
 use crate::layer::LayerWeights;
 use crate::model::{Model, precision};
@@ -148,6 +149,8 @@ impl<'a, K: Kernel> Host<'a, K> {
 struct Stage {
     /// The normed residual rows of a chunk, rounded: the input of a half.
     input: Activations,
+    /// The same as f32, in models whose layers ask for it row by row; else empty.
+    normed: Slab,
     /// Its output, one row per position of the chunk.
     out: Slab,
 }
@@ -161,6 +164,7 @@ struct Run<'a, K> {
     stage: Stage,
     attention: attention::Room,
     dense: dense::Room,
+    experts: experts::Room,
 }
 
 thread_local! {
@@ -171,13 +175,19 @@ impl<'a, K: Kernel> Run<'a, K> {
     fn new(host: Host<'a, K>, tokens: &'a [u32], plan: &Plan) -> Run<'a, K> {
         let (spec, weights) = (host.model.spec(), host.model.weights());
         let (m, e) = (plan.chunk, spec.n_embd);
+        let by_row = spec.layers.iter().any(|l| l.ffn.experts().is_some());
         Run {
             host,
             tokens,
             x: Slab::new(tokens.len() * e),
-            stage: Stage { input: Activations::new(m, e, &weights.input_types()), out: Slab::new(m * e) },
+            stage: Stage {
+                input: Activations::new(m, e, &weights.input_types()),
+                normed: Slab::new(if by_row { m * e } else { 0 }),
+                out: Slab::new(m * e),
+            },
             attention: attention::Room::new(host.model, m, tokens.len()),
             dense: dense::Room::new(host.model, m),
+            experts: experts::Room::new(host.model, m),
         }
     }
 
@@ -198,6 +208,7 @@ impl<'a, K: Kernel> Run<'a, K> {
                 Op::Norm(half) => self.norm(c, *half)?,
                 Op::Attention(op) => t.write_ms += self.attention.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Dense(op) => self.dense.step(&self.host, &mut self.stage, c, op)?,
+                Op::Experts(op) => self.experts.step(&self.host, &mut self.stage, c, op)?,
                 Op::Join(half) => self.join(c, *half),
             }
             let took = ms(started.elapsed());
@@ -238,10 +249,23 @@ impl<'a, K: Kernel> Run<'a, K> {
         };
         let (e, eps) = (model.spec().n_embd, model.spec().eps);
         let (bad, x) = (Bad::default(), &self.x);
-        self.stage.input.reshape(c.rows.len(), e);
-        self.stage.input.fill(kernel, pool, |i, row| {
+        let Stage { input, normed, .. } = &mut self.stage;
+        let by_row = half == Half::FeedForward && weights.ffn.experts().is_some();
+        let make = |i: usize, row: &mut [f32]| {
             let x = &x[(c.rows.start + i) * e..][..e];
             kernel.rows(|| rowops::rms_norm(x, &norm.weight, eps, row));
+        };
+        if by_row {
+            let mut rows: Vec<&mut [f32]> = normed[..c.rows.len() * e].chunks_exact_mut(e).collect();
+            pool.for_each_mut(&mut rows, |i, row| make(i, row));
+        }
+        input.reshape(c.rows.len(), e);
+        input.fill(kernel, pool, |i, row| {
+            if by_row {
+                row.copy_from_slice(&normed[i * e..][..e]);
+            } else {
+                make(i, row);
+            }
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, what)

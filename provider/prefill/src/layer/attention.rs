@@ -37,6 +37,8 @@ pub struct AttentionWeights<'g> {
     pub q_norm: Option<Vec<f32>>,
     pub k_norm: Option<Vec<f32>>,
     pub o: Linear<'g>,
+    /// A score of each head that joins the softmax and has no value.
+    pub sinks: Option<Vec<f32>>,
 }
 
 /// One step.
@@ -148,6 +150,10 @@ impl<'g> AttentionWeights<'g> {
             q_norm: loader.vector(&name("attn_q_norm"), a.head_k, arch.qk_norm)?,
             k_norm: loader.vector(&name("attn_k_norm"), a.head_k, arch.qk_norm)?,
             o: loader.linear(&format!("{prefix}.attn_output"), a.n_head * a.head_v, e, arch.other_bias)?,
+            sinks: match arch.sinks {
+                true => loader.vector(&name("attn_sinks"), a.n_head, Presence::Required)?,
+                false => None,
+            },
         })
     }
 

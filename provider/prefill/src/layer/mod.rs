@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod dense;
+pub mod experts;
 
 use crate::Error;
 use crate::arch::Presence;
@@ -13,6 +14,7 @@ use crate::spec::{LayerSpec, Spec};
 use crate::weights::{Loader, Norm};
 use attention::{AttentionSpec, AttentionWeights};
 use dense::{DenseSpec, DenseWeights};
+use experts::{ExpertsSpec, ExpertsWeights};
 use npu_kernels::WeightType;
 
 /// What mixes the positions of a layer.
@@ -27,6 +29,8 @@ pub enum Mixer {
 pub enum FeedForward {
     /// One network for all positions.
     Dense(DenseSpec),
+    /// A few of many networks for each.
+    Experts(ExpertsSpec),
 }
 
 impl Mixer {
@@ -50,6 +54,15 @@ impl FeedForward {
     pub fn dense(&self) -> Option<&DenseSpec> {
         match self {
             FeedForward::Dense(d) => Some(d),
+            FeedForward::Experts(_) => None,
+        }
+    }
+
+    /// The numbers of a mixture of experts.
+    pub fn experts(&self) -> Option<&ExpertsSpec> {
+        match self {
+            FeedForward::Experts(x) => Some(x),
+            FeedForward::Dense(_) => None,
         }
     }
 
@@ -57,6 +70,7 @@ impl FeedForward {
     pub(crate) fn ops(&self, spec: &Spec) -> Vec<Op> {
         match self {
             FeedForward::Dense(d) => d.ops(spec),
+            FeedForward::Experts(x) => x.ops(spec),
         }
     }
 }
@@ -90,6 +104,7 @@ pub enum MixerWeights<'g> {
 #[allow(missing_docs)] // the names are the kinds'
 pub enum FfnWeights<'g> {
     Dense(DenseWeights<'g>),
+    Experts(Box<ExpertsWeights<'g>>),
 }
 
 impl<'g> MixerWeights<'g> {
@@ -118,6 +133,7 @@ impl<'g> FfnWeights<'g> {
     fn load(loader: &mut Loader<'g>, spec: &Spec, ffn: &FeedForward, prefix: &str) -> Result<Self, Error> {
         Ok(match ffn {
             FeedForward::Dense(d) => FfnWeights::Dense(DenseWeights::load(loader, spec, d, prefix)?),
+            FeedForward::Experts(x) => FfnWeights::Experts(Box::new(ExpertsWeights::load(loader, spec, x, prefix)?)),
         })
     }
 
@@ -125,6 +141,15 @@ impl<'g> FfnWeights<'g> {
     pub fn dense(&self) -> Option<&DenseWeights<'g>> {
         match self {
             FfnWeights::Dense(d) => Some(d),
+            FfnWeights::Experts(_) => None,
+        }
+    }
+
+    /// A mixture's.
+    pub fn experts(&self) -> Option<&ExpertsWeights<'g>> {
+        match self {
+            FfnWeights::Experts(x) => Some(x),
+            FfnWeights::Dense(_) => None,
         }
     }
 
@@ -132,6 +157,7 @@ impl<'g> FfnWeights<'g> {
     pub fn input_types(&self) -> Vec<WeightType> {
         match self {
             FfnWeights::Dense(d) => d.input_types(),
+            FfnWeights::Experts(x) => x.input_types(),
         }
     }
 }
@@ -147,7 +173,7 @@ impl<'g> LayerWeights<'g> {
             norm: loader.norm(&name("attn_norm"), e)?,
             mixer: MixerWeights::load(loader, spec, &l.mixer, &prefix)?,
             post_norm: loader.maybe_norm(&name("post_attention_norm"), e, post)?,
-            ffn_norm: loader.norm(&name("ffn_norm"), e)?,
+            ffn_norm: loader.norm(&name(spec.arch.ffn_norm), e)?,
             ffn: FfnWeights::load(loader, spec, &l.ffn, &prefix)?,
             ffn_post_norm: loader.maybe_norm(&name("post_ffw_norm"), e, post)?,
         })
@@ -156,5 +182,5 @@ impl<'g> LayerWeights<'g> {
 
 /// Bytes that a run needs for the steps of all layers, per kind: for the whole prompt, and for a chunk.
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
-    attention::memory(spec, n_tokens, chunk) + dense::memory(spec, chunk)
+    attention::memory(spec, n_tokens, chunk) + dense::memory(spec, chunk) + experts::memory(spec, chunk)
 }

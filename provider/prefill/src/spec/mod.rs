@@ -11,6 +11,7 @@ use crate::Error;
 use crate::arch::{self, Arch};
 use crate::layer::attention::AttentionSpec;
 use crate::layer::dense::DenseSpec;
+use crate::layer::experts;
 use crate::layer::{FeedForward, Mixer};
 use crate::rope::Rope;
 use gguf::Gguf;
@@ -81,16 +82,18 @@ impl Spec {
         if !(0.0..1.0).contains(&eps) {
             return Err(keys.wrong("attention.layer_norm_rms_epsilon", eps, "a number from 0 to 1"));
         }
-        refuse_variants(keys)?;
+        refuse_variants(keys, arch)?;
 
         let windows = window::read(&common)?;
         let windowed = |i: usize| windows.as_ref().is_some_and(|(_, layers)| layers[i]);
         let attention = AttentionSpec::read(&common, &windowed)?;
-        let dense = DenseSpec::read(&common)?;
+        let ffn = match arch.experts {
+            Some(rule) => experts::read(&common, rule)?,
+            None => DenseSpec::read(&common)?.into_iter().map(FeedForward::Dense).collect(),
+        };
         let ropes = rotation::read(&common, attention[0].head_k as u32, windows.is_some())?;
-        let layers = attention.into_iter().zip(dense);
-        let layers =
-            layers.map(|(a, d)| LayerSpec { mixer: Mixer::Attention(a), ffn: FeedForward::Dense(d) }).collect();
+        let layers = attention.into_iter().zip(ffn);
+        let layers = layers.map(|(a, ffn)| LayerSpec { mixer: Mixer::Attention(a), ffn }).collect();
         Ok(Spec {
             arch,
             n_vocab: n_vocab(gguf, n_embd)?,
@@ -120,9 +123,9 @@ fn n_vocab(gguf: &Gguf, n_embd: u32) -> Result<u32, Error> {
 }
 
 /// Metadata that changes the arithmetic in a way that is not built: better no answer than a wrong one.
-fn refuse_variants(keys: &Keys<'_>) -> Result<(), Error> {
-    if let Some(n) = keys.u32("expert_count")?.filter(|n| *n > 0) {
-        return Err(keys.unsupported("expert_count", n, "mixtures of experts are not built yet"));
+fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
+    if let Some(n) = keys.u32("expert_count")?.filter(|n| *n > 0 && arch.experts.is_none()) {
+        return Err(keys.unsupported("expert_count", n, "models of this architecture have no experts"));
     }
     if keys.bool("attention.causal")? == Some(false) {
         return Err(keys.unsupported("attention.causal", false, "only causal models have a cache to hand over"));

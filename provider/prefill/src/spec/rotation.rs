@@ -78,8 +78,9 @@ pub(super) fn read(common: &Common<'_>, head_k: u32, windowed: bool) -> Result<V
     };
     let window_rope = match arch.window {
         Some(rule) if windowed => {
-            let freq_base = base("rope.freq_base_swa", rule.rope_base)?;
-            Some(Rope { freq_base, freq_scale: 1.0, ..rope.clone() })
+            let freq_base = base("rope.freq_base_swa", rule.rope_base.unwrap_or(freq_base))?;
+            let freq_scale = if rule.rope_base.is_some() { 1.0 } else { freq_scale };
+            Some(Rope { freq_base, freq_scale, ..rope.clone() })
         }
         _ => None,
     };

@@ -94,14 +94,18 @@ impl<'g> Loader<'g> {
 
     /// A row of `n` finite numbers.
     pub fn vector(&mut self, name: &str, n: usize, presence: Presence) -> Result<Option<Vec<f32>>, Error> {
+        self.numbers(name, &[n], presence)
+    }
+
+    fn numbers(&mut self, name: &str, shape: &[usize], presence: Presence) -> Result<Option<Vec<f32>>, Error> {
         let tensor = match (self.gguf.tensor(name), presence) {
             // Left unused, so that it is refused with all other tensors nobody asks for.
             (Some(_), Presence::Never) | (None, Presence::Never | Presence::Optional) => return Ok(None),
-            (None, Presence::Required) => return Err(missing(name, &[n])),
+            (None, Presence::Required) => return Err(missing(name, shape)),
             (Some(t), _) => t,
         };
         self.used.insert(tensor.name);
-        check_shape(&tensor, &[n])?;
+        check_shape(&tensor, shape)?;
         let values = tensor.to_f32()?;
         if let Some(i) = values.iter().position(|v| !v.is_finite()) {
             let found = format!("{} at {i}", values[i]);
@@ -114,15 +118,20 @@ impl<'g> Loader<'g> {
     pub fn matrix(&mut self, name: &str, k: usize, n: usize) -> Result<WeightView<'g>, Error> {
         let tensor = self.find(name).ok_or_else(|| missing(name, &[k, n]))?;
         check_shape(&tensor, &[k, n])?;
-        let ty = weight_type(tensor.ty).ok_or_else(|| Error::Unsupported {
-            what: format!("weight type {} of tensor {name:?}", tensor.ty),
-            hint: format!("supported are {}", supported_types()),
-        })?;
-        WeightView::new(ty, n, k, tensor.data).ok_or_else(|| Error::Tensor {
-            name: name.into(),
-            found: format!("{} bytes", tensor.data.len()),
-            wanted: format!("{n} rows of {k} values of {}", tensor.ty),
-        })
+        view(&tensor, k, n)
+    }
+
+    /// `count` matrices of `n` outputs of `k` inputs, one behind the other in one tensor.
+    pub fn matrices(&mut self, name: &str, k: usize, n: usize, count: usize) -> Result<Vec<WeightView<'g>>, Error> {
+        let tensor = self.find(name).ok_or_else(|| missing(name, &[k, n, count]))?;
+        check_shape(&tensor, &[k, n, count])?;
+        let all = view(&tensor, k, n * count)?;
+        Ok((0..count).map(|i| all.rows(i * n, n).expect("as many rows as the shape says")).collect())
+    }
+
+    /// `count` rows of `n` finite numbers in one tensor.
+    pub fn table(&mut self, name: &str, n: usize, count: usize, presence: Presence) -> Result<Option<Vec<f32>>, Error> {
+        self.numbers(name, &[n, count], presence)
     }
 
     /// A projection, `stem.weight` and `stem.bias`.
@@ -141,6 +150,19 @@ impl<'g> Loader<'g> {
     pub fn maybe_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
         Ok(self.vector(&format!("{stem}.weight"), n, presence)?.map(|weight| Norm { weight }))
     }
+}
+
+/// A tensor as a matrix of `n` rows; its shape was checked.
+fn view<'g>(tensor: &Tensor<'g>, k: usize, n: usize) -> Result<WeightView<'g>, Error> {
+    let ty = weight_type(tensor.ty).ok_or_else(|| Error::Unsupported {
+        what: format!("weight type {} of tensor {:?}", tensor.ty, tensor.name),
+        hint: format!("supported are {}", supported_types()),
+    })?;
+    WeightView::new(ty, n, k, tensor.data).ok_or_else(|| Error::Tensor {
+        name: tensor.name.into(),
+        found: format!("{} bytes", tensor.data.len()),
+        wanted: format!("{n} rows of {k} values of {}", tensor.ty),
+    })
 }
 
 fn missing(name: &str, shape: &[usize]) -> Error {

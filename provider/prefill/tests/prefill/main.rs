@@ -2,6 +2,7 @@
 //! bad models. That its numbers are the decoder's is proved by the conformance harness, on real servers.
 
 mod blocks;
+mod experts;
 mod models;
 mod run;
 mod tiny;

@@ -3,7 +3,7 @@
 use crate::tiny::{F32, tiny};
 use prefill::{Error, Model};
 
-fn refusal(arch: &'static str, change: impl Fn(&mut gguf::write::Writer)) -> String {
+pub fn refusal(arch: &'static str, change: impl Fn(&mut gguf::write::Writer)) -> String {
     let mut w = tiny(arch).writer();
     change(&mut w);
     let gguf = crate::tiny::open(&w);
@@ -15,7 +15,7 @@ fn refusal(arch: &'static str, change: impl Fn(&mut gguf::write::Writer)) -> Str
 
 #[test]
 fn good_models_load() {
-    for arch in ["llama", "qwen2", "qwen3", "gemma3"] {
+    for arch in ["llama", "qwen2", "qwen3", "gemma3", "qwen2moe", "qwen3moe"] {
         let gguf = tiny(arch).gguf();
         Model::load(&gguf).unwrap_or_else(|e| panic!("{arch}: {e}"));
     }

@@ -31,11 +31,14 @@ pub struct Tiny {
     pub n_ff: u32,
     pub n_vocab: u32,
     pub window: Option<u32>,
+    /// Experts, and how many a position goes to; as wide as a quarter of the network.
+    pub experts: Option<(u32, u32)>,
 }
 
 pub fn tiny(arch: &'static str) -> Tiny {
     let window = (arch == "gemma3").then_some(8);
-    Tiny { arch, n_layer: 3, n_embd: 64, n_head: 4, n_head_kv: 2, head: 16, n_ff: 96, n_vocab: 50, window }
+    let experts = arch.ends_with("moe").then_some((5, 2));
+    Tiny { arch, n_layer: 3, n_embd: 64, n_head: 4, n_head_kv: 2, head: 16, n_ff: 96, n_vocab: 50, window, experts }
 }
 
 impl Tiny {
@@ -56,6 +59,12 @@ impl Tiny {
         if let Some(n) = self.window {
             w.u32(&key("attention.sliding_window"), n).u32(&key("attention.sliding_window_pattern"), 2);
         }
+        if let Some((n, used)) = self.experts {
+            w.u32(&key("expert_count"), n)
+                .u32(&key("expert_used_count"), used)
+                .u32(&key("expert_feed_forward_length"), self.n_ff / 4)
+                .u32(&key("expert_shared_feed_forward_length"), self.n_ff / 3);
+        }
         let mut rng = Rng(0x5EED);
         let (e, ff) = (u64::from(self.n_embd), u64::from(self.n_ff));
         let (q, kv) = (u64::from(self.n_head * self.head), u64::from(self.n_head_kv * self.head));
@@ -74,15 +83,32 @@ impl Tiny {
             random(&mut w, &t("attn_v.weight"), &[e, kv], 0.0, 0.12);
             random(&mut w, &t("attn_output.weight"), &[q, e], 0.0, 0.12);
             random(&mut w, &t("ffn_norm.weight"), &[e], 1.0, 0.1);
-            random(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
-            random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
-            random(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
-            if self.arch == "qwen2" {
+            match self.experts {
+                None => {
+                    random(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
+                    random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
+                    random(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
+                }
+                Some((n, _)) => {
+                    let n = u64::from(n);
+                    random(&mut w, &t("ffn_gate_inp.weight"), &[e, n], 0.0, 0.3);
+                    random(&mut w, &t("ffn_gate_exps.weight"), &[e, ff / 4, n], 0.0, 0.12);
+                    random(&mut w, &t("ffn_up_exps.weight"), &[e, ff / 4, n], 0.0, 0.12);
+                    random(&mut w, &t("ffn_down_exps.weight"), &[ff / 4, e, n], 0.0, 0.12);
+                }
+            }
+            if self.arch == "qwen2moe" {
+                random(&mut w, &t("ffn_gate_inp_shexp.weight"), &[e], 0.0, 0.3);
+                random(&mut w, &t("ffn_gate_shexp.weight"), &[e, ff / 3], 0.0, 0.12);
+                random(&mut w, &t("ffn_up_shexp.weight"), &[e, ff / 3], 0.0, 0.12);
+                random(&mut w, &t("ffn_down_shexp.weight"), &[ff / 3, e], 0.0, 0.12);
+            }
+            if self.arch.starts_with("qwen2") {
                 for (n, len) in [("attn_q.bias", q), ("attn_k.bias", kv), ("attn_v.bias", kv)] {
                     random(&mut w, &t(n), &[len], 0.0, 0.3);
                 }
             }
-            if matches!(self.arch, "qwen3" | "gemma3") {
+            if matches!(self.arch, "qwen3" | "qwen3moe" | "gemma3") {
                 random(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
                 random(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
             }

@@ -1,0 +1,261 @@
+//! Architectures with mixtures of experts, and what may differ between the mixtures.
+//!
+//! Source of every rule: `load_arch_hparams` (keys and their defaults), `load_arch_tensors` (tensors and their shapes) and
+//! the arguments of `build_moe_ffn` in llama.cpp's `src/models/<name>.cpp`.
+
+use super::dense::LLAMA;
+use super::{Arch, Pairing, Presence, WindowRule};
+use crate::route::Gating;
+
+/// What differs between mixtures.
+#[derive(Debug)]
+pub struct ExpertRule {
+    /// Every model has experts; where not, a file without an `expert_count` has plain networks.
+    pub always: bool,
+    /// How the router's outputs become weights.
+    pub gating: GatingRule,
+    /// Whether the weights of the chosen are divided by their sum.
+    pub normalise: Setting,
+    /// `expert_weights_scale` is read.
+    pub reads_scale: bool,
+    /// Where the width of an expert stands.
+    pub width: Width,
+    /// Whether there is a shared expert, and its width.
+    pub shared: SharedRule,
+    /// The shared expert has a router of its own.
+    pub shared_mix: bool,
+    /// `exp_probs_b.bias`.
+    pub selection_bias: Presence,
+    /// Bias of the router.
+    pub router_bias: Presence,
+    /// Biases of the experts.
+    pub biases: Presence,
+    /// Gate and up may be one tensor, `ffn_gate_up_exps`.
+    pub fused: bool,
+    /// `leading_dense_block_count` is read: the first layers have plain networks.
+    pub leading_dense: bool,
+    /// `interleave_moe_layer_step` is read, and has to be 1.
+    pub every_layer: bool,
+    /// What the gates go through.
+    pub gate: ExpertGate,
+    /// Weights multiply inputs, and the choice is by the router's outputs themselves.
+    pub weights_first: bool,
+}
+
+/// Where the gating comes from.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum GatingRule {
+    /// The graph.
+    Fixed(Gating),
+    /// `expert_gating_func`, with what holds where it is missing or 0.
+    Key(Option<Gating>),
+}
+
+/// Where the normalisation comes from.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Setting {
+    /// The graph.
+    Fixed(bool),
+    /// `expert_weights_norm`; no where it is missing.
+    Key,
+}
+
+/// Where the width of an expert stands.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Width {
+    /// `feed_forward_length`.
+    Plain,
+    /// `expert_feed_forward_length`.
+    Own {
+        /// Where that is missing, `feed_forward_length` shared by the experts in use.
+        or_share: bool,
+    },
+}
+
+/// Whether there is a shared expert, and its width.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum SharedRule {
+    /// There is none.
+    None,
+    /// `expert_shared_feed_forward_length`; none where that is missing or 0.
+    Width,
+    /// The same, or `feed_forward_length`.
+    WidthOrPlain,
+    /// The same, or an expert's.
+    WidthOrExpert,
+    /// An expert's, `expert_shared_count` times.
+    Count,
+    /// The same, none where the count is missing or 0.
+    CountIfAny,
+    /// `expert_shared_feed_forward_length` or an expert's, `expert_shared_count` times.
+    CountOfWidth,
+}
+
+/// What the gates go through.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum ExpertGate {
+    /// x * sigmoid(x).
+    Silu,
+    /// GELU, tanh form.
+    Gelu,
+    /// max(x, 0).
+    Relu,
+    /// gpt-oss's: clamped, and times up + 1.
+    SwigluOai,
+}
+
+/// Softmax over all, weights that add up to one, the plain width: mixtral.
+const MIXTRAL: ExpertRule = ExpertRule {
+    always: false,
+    gating: GatingRule::Fixed(Gating::Softmax),
+    normalise: Setting::Fixed(true),
+    reads_scale: false,
+    width: Width::Plain,
+    shared: SharedRule::None,
+    shared_mix: false,
+    selection_bias: Presence::Never,
+    router_bias: Presence::Never,
+    biases: Presence::Never,
+    fused: false,
+    leading_dense: false,
+    every_layer: false,
+    gate: ExpertGate::Silu,
+    weights_first: false,
+};
+
+const ALWAYS: ExpertRule = ExpertRule { always: true, ..MIXTRAL };
+const OWN: ExpertRule = ExpertRule { width: Width::Own { or_share: false }, ..ALWAYS };
+/// Leading plain layers, shared experts by count, gating and norm by key.
+const DEEPSEEK3: ExpertRule = ExpertRule {
+    gating: GatingRule::Key(None),
+    normalise: Setting::Key,
+    reads_scale: true,
+    shared: SharedRule::Count,
+    selection_bias: Presence::Optional,
+    leading_dense: true,
+    ..OWN
+};
+
+/// The `llama` files that have experts: Mixtral and its merges.
+pub(super) const LLAMA_EXPERTS: ExpertRule = MIXTRAL;
+
+/// The rows.
+pub(super) const TABLE: &[Arch] = &[
+    Arch {
+        name: "qwen3moe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        rope_factors: false,
+        experts: Some(&ExpertRule { width: Width::Own { or_share: true }, ..ALWAYS }),
+        examples: "Qwen3 30B-A3B, 235B-A22B, Qwen3-Coder",
+        ..LLAMA
+    },
+    Arch {
+        name: "qwen2moe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        rope_factors: false,
+        experts: Some(&ExpertRule {
+            normalise: Setting::Fixed(false),
+            width: Width::Own { or_share: true },
+            shared: SharedRule::WidthOrPlain,
+            shared_mix: true,
+            ..ALWAYS
+        }),
+        examples: "Qwen1.5-MoE A2.7B, Qwen2 57B-A14B",
+        ..LLAMA
+    },
+    Arch {
+        name: "gpt-oss",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Required,
+        rope_factors: false,
+        sinks: true,
+        ffn_norm: "post_attention_norm",
+        window: Some(WindowRule { period: 2, rope_base: None }),
+        experts: Some(&ExpertRule {
+            gating: GatingRule::Fixed(Gating::SoftmaxOfChosen),
+            normalise: Setting::Fixed(false),
+            router_bias: Presence::Required,
+            biases: Presence::Required,
+            gate: ExpertGate::SwigluOai,
+            ..OWN
+        }),
+        examples: "gpt-oss 20b, 120b",
+        ..LLAMA
+    },
+    Arch {
+        name: "glm4moe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Optional,
+        rope_factors: false,
+        partial_rope: true,
+        ffn_norm: "post_attention_norm",
+        experts: Some(&ExpertRule {
+            gating: GatingRule::Key(Some(Gating::Sigmoid)),
+            width: Width::Own { or_share: false },
+            selection_bias: Presence::Required,
+            ..DEEPSEEK3
+        }),
+        examples: "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        ..LLAMA
+    },
+    Arch {
+        name: "ernie4_5-moe",
+        other_bias: Presence::Never,
+        rope_factors: false,
+        experts: Some(&ExpertRule {
+            shared: SharedRule::Width,
+            selection_bias: Presence::Optional,
+            leading_dense: true,
+            every_layer: true,
+            ..OWN
+        }),
+        examples: "ERNIE 4.5 21B-A3B, 300B-A47B",
+        ..LLAMA
+    },
+    Arch {
+        name: "deepseek",
+        other_bias: Presence::Never,
+        experts: Some(&ExpertRule {
+            normalise: Setting::Fixed(false),
+            reads_scale: true,
+            shared: SharedRule::Count,
+            leading_dense: true,
+            ..OWN
+        }),
+        examples: "DeepSeek-MoE 16B",
+        ..LLAMA
+    },
+    Arch {
+        name: "dots1",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        rope_factors: false,
+        experts: Some(&DEEPSEEK3),
+        examples: "dots.llm1",
+        ..LLAMA
+    },
+    Arch {
+        name: "bailingmoe",
+        other_bias: Presence::Never,
+        experts: Some(&ExpertRule { normalise: Setting::Key, reads_scale: true, shared: SharedRule::Count, ..OWN }),
+        examples: "Ling Lite, Ling Plus",
+        ..LLAMA
+    },
+    Arch {
+        name: "bailingmoe2",
+        pairing: Pairing::Halves,
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        rope_factors: false,
+        partial_rope: true,
+        experts: Some(&ExpertRule { shared: SharedRule::CountOfWidth, ..DEEPSEEK3 }),
+        examples: "Ling 2.0, Ring 2.0",
+        ..LLAMA
+    },
+];
