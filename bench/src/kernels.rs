@@ -294,6 +294,8 @@ fn attentions(c: &Kernels, pool: &Pool, out: &mut Vec<Row>, progress: &mut dyn F
                         m,
                         first: keys - m,
                         scale: 1.0 / (head as f32).sqrt(),
+                        softcap: None,
+                        slopes: &[],
                         window: None,
                         sinks: None,
                         out: &mut result,

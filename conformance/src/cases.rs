@@ -30,6 +30,9 @@ struct Entry {
     name: String,
     /// Pinned or tiny models; `*` at the end of a tiny model's name stands for the rest of it.
     models: Vec<String>,
+    /// Models that `*` does not stand for.
+    #[serde(default)]
+    except: Vec<String>,
     pins: Vec<String>,
     /// Names of prompts; all of them if absent.
     prompts: Option<Vec<String>>,
@@ -154,6 +157,10 @@ fn expand(text: &str, pins: &Pins, out: &mut Vec<Case>) -> Result<()> {
                 models.push(pins.model(m).with_context(about)?.name.clone());
             }
         }
+        for model in &e.except {
+            ensure!(models.contains(model), "case {}: {model:?} is not among its models", e.name);
+        }
+        models.retain(|m| !e.except.contains(m));
         for model in &models {
             for pin in &e.pins {
                 pins.server(pin).with_context(about)?;

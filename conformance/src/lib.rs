@@ -15,6 +15,7 @@ pub mod dmabuf;
 pub mod fixtures;
 pub mod hostile;
 pub mod locate;
+pub mod matrix;
 pub mod oracle;
 pub mod pins;
 pub mod probe;

@@ -14,7 +14,7 @@ use conformance::routes::{self, Routes};
 use conformance::run::{self, CaseReport, Verdict};
 use conformance::server::Build;
 use conformance::shared::Route;
-use conformance::{cases, demo, hostile, locate, probe, report};
+use conformance::{cases, demo, hostile, locate, matrix, probe, report};
 
 /// Proves a provider of llama.cpp state files against real llama-servers.
 #[derive(Debug, Parser)]
@@ -39,6 +39,8 @@ enum Command {
         /// The other one
         b: PathBuf,
     },
+    /// Run the cases of the support table - architecture by server by cache - and write it where the tree shows it
+    Matrix(MatrixArgs),
     /// Print the table of a stored report
     Report {
         /// What `run --json` wrote
@@ -123,6 +125,22 @@ struct RunArgs {
     /// Keep the files of cases that do not pass
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
+    /// Cases at a time, each with one thread [default: the cores]
+    #[arg(long, value_name = "N")]
+    jobs: Option<usize>,
+}
+
+#[derive(Debug, Args)]
+struct MatrixArgs {
+    /// What `run --json` stored, instead of running the cases; all of them must be in it
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// The provider, instead of the one built from this workspace
+    #[arg(long, value_name = "PATH")]
+    provider: Option<PathBuf>,
+    /// The root of the tree whose files are written
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    root: PathBuf,
     /// Cases at a time, each with one thread [default: the cores]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
@@ -219,6 +237,7 @@ fn work(cli: Cli) -> Result<bool> {
             print!("{}", report::table(&value)?);
             Ok(value["counts"][1] == 0 && value["counts"][3] == 0)
         }
+        Command::Matrix(args) => write_matrix(&args),
         Command::Routes(args) => measure_routes(args),
         Command::Pin(command) => pin(command),
     }
@@ -297,6 +316,50 @@ fn run_cases(args: RunArgs) -> Result<bool> {
     print!("{}", report::table(&value)?);
     let skipped_all = results.iter().all(|c| c.verdict == Verdict::Skip);
     Ok(!skipped_all && results.iter().all(|c| matches!(c.verdict, Verdict::Pass | Verdict::Skip)))
+}
+
+/// Nothing is written unless every case passed.
+fn write_matrix(args: &MatrixArgs) -> Result<bool> {
+    let pins = Pins::load()?;
+    let mut list = cases::all(&pins)?;
+    list.retain(matrix::is_of_matrix);
+    let passed: Vec<String> = match &args.report {
+        Some(file) => {
+            let text = std::fs::read_to_string(file).with_context(|| format!("reading {}", file.display()))?;
+            let value: serde_json::Value =
+                serde_json::from_str(&text).with_context(|| format!("reading {}", file.display()))?;
+            let cases = value["cases"].as_array().context("the report has no list of cases")?;
+            let passed = cases.iter().filter(|c| c["verdict"] == "pass").filter_map(|c| c["id"].as_str());
+            passed.map(str::to_owned).collect()
+        }
+        None => {
+            let producer = Choice::Provider(locate::provider(args.provider.as_deref())?);
+            let context =
+                run::Context { pins: Pins::load()?, cache: Cache::open()?, producer, server: None, keep: None };
+            let done = |c: &CaseReport| eprintln!("{}", report::line(c));
+            let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores), &done);
+            results.into_iter().filter(|r| r.verdict == Verdict::Pass).map(|r| r.id).collect()
+        }
+    };
+    let missing: Vec<String> = list.iter().map(cases::Case::id).filter(|id| !passed.contains(id)).collect();
+    if !missing.is_empty() {
+        println!(
+            "nothing is written, since {} of {} cases did not pass:\n{}",
+            missing.len(),
+            list.len(),
+            missing.join("\n")
+        );
+        return Ok(false);
+    }
+    let proofs = matrix::proofs(list.iter())?;
+    let page = args.root.join(matrix::PAGE);
+    let text = std::fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
+    let text = matrix::splice(&text, &matrix::table(&proofs, &pins)?)?;
+    std::fs::write(&page, text).with_context(|| format!("writing {}", page.display()))?;
+    let file = args.root.join(matrix::LIST);
+    std::fs::write(&file, matrix::list(&proofs, &pins)?).with_context(|| format!("writing {}", file.display()))?;
+    println!("{} architectures by {} cases: {}, {}", proofs.len(), list.len(), page.display(), file.display());
+    Ok(true)
 }
 
 fn measure_routes(args: RoutesArgs) -> Result<bool> {

@@ -188,7 +188,7 @@ impl Oracle {
         let shape = Shape::of(model)?;
         let (n_embd, n_layer) = (need("embedding_length")?, shape.sliding.len());
         let (n_head, n_head_kv, head_k, head_v) =
-            (need("attention.head_count")?, shape.n_head_kv, shape.head_k, shape.head_v);
+            (need("attention.head_count")?, shape.heads_kv[0], shape.head_k, shape.head_v);
         ensure!(head_k == head_v, "keys of {head_k} and values of {head_v} channels are not expected here");
         let n_rot = number("rope.dimension_count")?.unwrap_or(head_k);
         let eps = real("attention.layer_norm_rms_epsilon")?.context("no norm epsilon")?;

@@ -11,8 +11,10 @@ pub struct Shape {
     pub arch: String,
     /// Size of the vocabulary.
     pub n_vocab: u32,
-    /// Key/value heads.
-    pub n_head_kv: usize,
+    /// Key/value heads of each layer.
+    pub heads_kv: Vec<usize>,
+    /// Whether cells carry the positions of several axes.
+    pub cell_ext: bool,
     /// Channels of a key head.
     pub head_k: usize,
     /// Channels of a value head.
@@ -52,6 +54,21 @@ pub struct CacheOptions {
     pub n_stream: u32,
 }
 
+/// Architectures that have layers with a window: the window where the file does not say, and the period of layers without.
+/// From llama.cpp's `src/models/*.cpp`.
+fn window_rule(arch: &str, n_layer: usize) -> Option<(Option<usize>, usize)> {
+    match arch {
+        "gemma2" => Some((Some(4096), 2)),
+        "gemma3" => Some((None, 6)),
+        "gpt-oss" => Some((None, 2)),
+        "mellum" => Some((None, 4)),
+        "olmo2" | "cohere2" => Some((None, 4)),
+        "plamo3" => Some((None, 8)),
+        "exaone4" if n_layer == 64 => Some((Some(4096), 4)),
+        _ => None,
+    }
+}
+
 impl Shape {
     /// Reads it from a model.
     pub fn of(model: &Gguf) -> Result<Shape> {
@@ -62,26 +79,45 @@ impl Shape {
         let (n_embd, n_layer, n_head) =
             (need("embedding_length")?, need("block_count")?, need("attention.head_count")?);
         ensure!(n_head > 0, "{} is 0", key("attention.head_count"));
-        let n_head_kv = number("attention.head_count_kv")?.unwrap_or(n_head);
+        let per_layer = |k: &str, default: usize| -> Result<Vec<usize>> {
+            match model.get(&key(k)) {
+                Some(gguf::Value::Array(a)) => {
+                    ensure!(a.len() == n_layer, "{} has {} entries for {n_layer} layers", key(k), a.len());
+                    a.iter_u64()?.map(|v| Ok(usize::try_from(v?)?)).collect()
+                }
+                _ => Ok(vec![number(k)?.unwrap_or(default); n_layer]),
+            }
+        };
+        let heads_kv = per_layer("attention.head_count_kv", n_head)?;
         let head_k = number("attention.key_length")?.unwrap_or(n_embd / n_head);
         let head_v = number("attention.value_length")?.unwrap_or(n_embd / n_head);
-        // Which layers see a window, where the file does not say: all but every so-manieth.
-        let default_period = match arch.as_str() {
-            "gemma3" => Some(6),
-            "gpt-oss" => Some(2),
-            "mellum" => Some(4),
-            _ => None,
-        };
-        let window = match default_period {
-            Some(_) => number("attention.sliding_window")?.filter(|&n| n > 0),
+        let rule = window_rule(&arch, n_layer);
+        let window = match rule {
+            Some((default, _)) => number("attention.sliding_window")?.or(default).filter(|&n| n > 0),
             None => None,
         };
-        // llama.cpp takes the pattern as a number only; an array it passes over, and the period is the default.
-        let period = model
-            .get(&key("attention.sliding_window_pattern"))
-            .and_then(|v| v.as_integer())
-            .map_or(default_period.unwrap_or(0), |n| n as usize);
-        let sliding = (0..n_layer).map(|il| window.is_some() && (period == 0 || il % period < period - 1)).collect();
+        let pattern = key("attention.sliding_window_pattern");
+        let sliding = match (model.get(&pattern), window) {
+            (_, None) => vec![false; n_layer],
+            (Some(gguf::Value::Array(a)), _) if a.elem_type() == gguf::ValueType::Bool => {
+                ensure!(a.len() == n_layer, "{pattern} has {} entries for {n_layer} layers", a.len());
+                a.iter_bool()?.collect::<Result<_, _>>()?
+            }
+            (value, _) => {
+                let period = value.and_then(|v| v.as_integer()).map(|n| n as usize);
+                let period = period.or(rule.map(|(_, period)| period)).unwrap_or(0);
+                (0..n_layer).map(|il| period == 0 || il % period < period - 1).collect()
+            }
+        };
+        let several = match model.get(&key("rope.dimension_sections")) {
+            Some(gguf::Value::Array(a)) => a.iter_i64()?.take(2).all(|v| v.is_ok_and(|v| v > 0)),
+            _ => false,
+        };
+        let cell_ext = match arch.as_str() {
+            "qwen2vl" | "paddleocr" | "qwen3vl" => true,
+            "glm4" | "hunyuan_vl" => several,
+            _ => false,
+        };
         let embeddings = model.tensor("token_embd.weight").context("no tensor token_embd.weight")?;
         let mut weights = Weights::F32;
         for t in model.tensors().filter(|t| t.name.starts_with("blk.") && t.n_dims > 1) {
@@ -94,7 +130,8 @@ impl Shape {
         Ok(Shape {
             n_vocab: u32::try_from(embeddings.ne[1])?,
             arch,
-            n_head_kv,
+            heads_kv,
+            cell_ext,
             head_k,
             head_v,
             window,
@@ -107,8 +144,8 @@ impl Shape {
     pub fn kv_spec(&self, o: &CacheOptions) -> KvSpec {
         let layer = |il: usize| LayerKv {
             layer: il as u32,
-            n_embd_k: (self.n_head_kv * self.head_k) as u32,
-            n_embd_v: (self.n_head_kv * self.head_v) as u32,
+            n_embd_k: (self.heads_kv[il] * self.head_k) as u32,
+            n_embd_v: (self.heads_kv[il] * self.head_v) as u32,
         };
         let pick =
             |sliding: bool| (0..self.sliding.len()).filter(|&il| self.sliding[il] == sliding).map(layer).collect();
@@ -122,7 +159,7 @@ impl Shape {
             type_k: o.type_k,
             type_v: o.type_v,
             v_trans: !o.flash_attn,
-            cell_ext: false,
+            cell_ext: self.cell_ext,
             swa_full: o.swa_full,
             n_stream: o.n_stream,
         }

@@ -264,7 +264,8 @@ fn check_attention(
     keys.iter().zip(&values).for_each(|(k, v)| cache.push(k, v));
     let flat = q.concat();
     let mut out = vec![f32::NAN; rows * hv];
-    let task = Task { q: &flat, q_stride: hk, rows, first, scale, window, sink, cache: &cache };
+    let task =
+        Task { q: &flat, q_stride: hk, rows, first, scale, softcap: None, slope: 0.0, window, sink, cache: &cache };
     with_kernel!(isa, kernel => kernel.attend(&task, &mut Scratch::default(), &mut out));
     for (i, want) in wanted.iter().enumerate() {
         // Relative to the values (deviation 1), of which the output is a mean that may cancel.

@@ -67,8 +67,12 @@ pub enum Command {
     Plan(PlanArgs),
     /// Print how the memory of a decoder that shares it is laid out: regions, sizes, hashes, tensors
     Layout(LayoutArgs),
-    /// List the model architectures and cache types that are supported
-    Models,
+    /// List the model architectures that are supported, what each was proved on, and the cache types
+    Models {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// List the environment variables, as a Markdown table
     Environment,
 }

@@ -70,14 +70,81 @@ pub fn layout(args: &LayoutArgs) -> Result<()> {
     Ok(())
 }
 
-/// Prints what is supported.
-pub fn models() {
+/// What every architecture was proved on: architecture, server, state version, cache, tiny models. `conformance matrix` writes
+/// it from cases that passed on real servers.
+const PROOFS: &str = include_str!("proofs.tsv");
+
+/// One line of it.
+struct Proof {
+    architecture: &'static str,
+    state_version: &'static str,
+    cache: &'static str,
+    models: &'static str,
+}
+
+fn proofs() -> impl Iterator<Item = Proof> {
+    PROOFS.lines().filter(|l| !l.starts_with('#')).filter_map(|line| {
+        let mut fields = line.split('\t');
+        let (architecture, _server) = (fields.next()?, fields.next()?);
+        Some(Proof { architecture, state_version: fields.next()?, cache: fields.next()?, models: fields.next()? })
+    })
+}
+
+/// Prints what is supported, and what each architecture was proved on.
+pub fn models(json: bool) {
     let types: Vec<String> = CacheType::ALL.iter().filter(|t| t.is_supported()).map(ToString::to_string).collect();
-    let mut text = String::from("architectures (general.architecture of the GGUF):\n");
-    for (name, examples) in crate::engine::architectures() {
-        text += &format!("  {name:<8} {examples}\n");
+    let all: Vec<_> = crate::engine::architectures().collect();
+    if json {
+        let architectures: Vec<_> = all
+            .iter()
+            .map(|(name, examples)| {
+                let of = proofs().filter(|p| p.architecture == *name);
+                let proved = of.map(|p| {
+                    serde_json::json!({
+                        "state_version": p.state_version.parse::<u32>().unwrap_or_default(),
+                        "cache": p.cache,
+                        "models": p.models.split(' ').collect::<Vec<_>>(),
+                    })
+                });
+                serde_json::json!({"architecture": name, "examples": examples, "proved": proved.collect::<Vec<_>>()})
+            })
+            .collect();
+        let value = serde_json::json!({
+            "architectures": architectures,
+            "cache_types": types,
+            "state_versions": [2, 3, 4],
+        });
+        return print(&format!("{value:#}\n"));
+    }
+    let mut text = format!(
+        "{} architectures (general.architecture of the GGUF), each with the state versions of real\n",
+        all.len()
+    );
+    text += "llama-servers that took what was computed for tiny models of it and said the same:\n";
+    let width = all.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    for (name, examples) in &all {
+        let mut versions: Vec<_> = proofs().filter(|p| p.architecture == *name).map(|p| p.state_version).collect();
+        versions.sort_unstable();
+        versions.dedup();
+        text += &format!("  {name:<width$}  {:<7}  {examples}\n", versions.join(" "));
     }
     text += &format!("cache types (-ctk, -ctv): {}\n", types.join(", "));
     text += "state versions: 2, 3, 4\n";
     print(&text);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_architecture_is_proved_on_the_newest_server() {
+        let proved: Vec<_> = proofs().filter(|p| p.state_version == "4").map(|p| p.architecture).collect();
+        for (name, _) in crate::engine::architectures() {
+            assert!(proved.contains(&name), "{name} is in the table, but no case proves it");
+        }
+        for name in proved {
+            assert!(crate::engine::architectures().any(|(a, _)| a == name), "{name} is proved, but not in the table");
+        }
+    }
 }

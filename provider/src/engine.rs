@@ -185,6 +185,7 @@ impl<'g> Engine<'g> {
             isa: isa(compute)?,
             type_k: decoder.type_k,
             type_v: decoder.type_v,
+            n_ctx: decoder.n_ctx,
         };
         Ok(Prepared { engine: self, options })
     }

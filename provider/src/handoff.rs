@@ -131,7 +131,7 @@ impl<'a> Ready<'a> {
 
     /// What both routes say of a handoff that is made. Committing it took `commit`.
     pub fn receipt(&self, work: &Work<'a>, done: &Done, sink: &kvlayout::Receipt, commit: Duration) -> Receipt<'a> {
-        let Options { threads, chunk, isa, type_k, type_v } = work.prepared.options;
+        let Options { threads, chunk, isa, type_k, type_v, .. } = work.prepared.options;
         let n = self.tokens.len();
         Receipt {
             prefill_ms: round(done.timings.prefill_ms),

@@ -82,8 +82,8 @@ fn dispatch(mut cli: Cli, started: Instant) -> Result<()> {
         Some(Command::Compare { a, b, json }) => compare::run(&a, &b, json),
         Some(Command::Plan(args)) => describe::plan(&args),
         Some(Command::Layout(args)) => describe::layout(&args),
-        Some(Command::Models) => {
-            describe::models();
+        Some(Command::Models { json }) => {
+            describe::models(json);
             Ok(())
         }
         Some(Command::Environment) => {

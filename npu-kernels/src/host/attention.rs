@@ -96,6 +96,10 @@ pub struct Task<'a> {
     pub first: usize,
     /// Multiplies every score.
     pub scale: f32,
+    /// Scores s become `cap * tanh(s / cap)` then.
+    pub softcap: Option<f32>,
+    /// What a score loses for each position between query and key (ALiBi), by the distance as an f16 holds it.
+    pub slope: f32,
     /// A row at position p sees keys p - window + 1 to p; all of them without a window.
     pub window: Option<usize>,
     /// The head's sink: a score that joins the sum of weights and has no value.
@@ -134,6 +138,10 @@ pub struct Heads<'a> {
     pub first: usize,
     /// Multiplies every score.
     pub scale: f32,
+    /// See [`Task::softcap`].
+    pub softcap: Option<f32>,
+    /// [`Task::slope`] of each query head; none at all for no penalty.
+    pub slopes: &'a [f32],
     /// See [`Task::window`].
     pub window: Option<usize>,
     /// One per query head, in models that have them; see [`Task::sink`].
@@ -151,10 +159,11 @@ thread_local! {
 /// # Panics
 /// When a slice has not the length that its documentation says.
 pub fn attention<K: Kernel>(kernel: K, pool: &Pool, heads: Heads<'_>) {
-    let Heads { q, n_head, caches, m, first, scale, window, sinks, out } = heads;
+    let Heads { q, n_head, caches, m, first, scale, softcap, slopes, window, sinks, out } = heads;
     let (hk, hv) = (caches[0].head_k(), caches[0].head_v());
     let group = n_head / caches.len();
     assert!(group * caches.len() == n_head && q.len() == m * n_head * hk, "queries of {n_head} heads");
+    assert!(slopes.is_empty() || slopes.len() == n_head, "a slope for every head");
     assert!(caches.iter().all(|c| c.len >= first + m), "keys of every position");
     assert!(sinks.is_none_or(|s| s.len() == n_head), "a sink for every head");
     let out = Columns::new(out, m, n_head * hv);
@@ -169,6 +178,8 @@ pub fn attention<K: Kernel>(kernel: K, pool: &Pool, heads: Heads<'_>) {
             rows,
             first: first + t * TILE_ROWS,
             scale,
+            softcap,
+            slope: slopes.get(h).copied().unwrap_or(0.0),
             window,
             sink: sinks.map(|s| s[h]),
             cache: &caches[h / group],

@@ -134,6 +134,15 @@ impl<const FMA: bool> AttentionProducts for PlainProducts<FMA> {
     }
 }
 
+/// `cap * tanh(s / cap)` of every score.
+#[inline(always)]
+fn soft_cap<const FMA: bool>(cap: f32, line: &mut Lane) {
+    // tanh(y) = 1 - 2 / (exp(2y) + 1).
+    let mut e = line.map(|v| 2.0 * (v / cap));
+    exp::<FMA>(&mut e);
+    line.iter_mut().zip(e).for_each(|(v, e)| *v = cap * (1.0 - 2.0 / (e + 1.0)));
+}
+
 /// One tile of attention; see [`attention`] for the method.
 #[inline(always)]
 pub(crate) fn attend<const FMA: bool>(
@@ -172,6 +181,19 @@ pub(crate) fn attend<const FMA: bool>(
             }
             for (g, acc) in (g..groups).zip(&mut pair) {
                 let key = k0 + g * PANEL_COLS;
+                if let Some(cap) = task.softcap {
+                    acc.iter_mut().for_each(|line| soft_cap::<FMA>(cap, line));
+                }
+                if task.slope != 0.0 {
+                    for (i, line) in acc.iter_mut().enumerate() {
+                        let row = task.first + i.min(rows - 1);
+                        for (l, v) in line.iter_mut().enumerate() {
+                            // The decoder's mask holds the distance, and is of f16.
+                            let distance = row.saturating_sub(key + l) as f32;
+                            *v -= task.slope * half::f16::from_f32(distance).to_f32();
+                        }
+                    }
+                }
                 let all_visible = key + PANEL_COLS <= task.first + 1 && task.window.is_none_or(|w| key + w > last);
                 if !all_visible {
                     for (i, line) in acc.iter_mut().enumerate() {

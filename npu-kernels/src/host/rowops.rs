@@ -49,6 +49,40 @@ pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     }
 }
 
+/// [`rms_norm`] without weights.
+#[inline(always)]
+pub fn rms_norm_plain(x: &[f32], eps: f32, out: &mut [f32]) {
+    let scale = rms_scale(x, eps);
+    out.iter_mut().zip(x).for_each(|(o, v)| *o = v * scale);
+}
+
+/// The sum of `f` over a row.
+#[inline(always)]
+fn sum(x: &[f32], f: impl Fn(f32) -> f64) -> f64 {
+    let mut sums = [0f64; 16];
+    let (chunks, rest) = x.as_chunks::<16>();
+    for c in chunks {
+        sums.iter_mut().zip(c).for_each(|(s, v)| *s += f(*v));
+    }
+    sums.iter().sum::<f64>() + rest.iter().map(|v| f(*v)).sum::<f64>()
+}
+
+/// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`. Sums are f64; ggml adds up in f32, in an order of its
+/// own for each instruction set.
+#[inline(always)]
+pub fn layer_norm(x: &[f32], weight: Option<&[f32]>, bias: Option<&[f32]>, eps: f32, out: &mut [f32]) {
+    let mean = (sum(x, f64::from) / x.len() as f64) as f32;
+    let variance = (sum(x, |v| f64::from((v - mean) * (v - mean))) / x.len() as f64) as f32;
+    let scale = 1.0 / (variance + eps).sqrt();
+    out.iter_mut().zip(x).for_each(|(o, v)| *o = (v - mean) * scale);
+    if let Some(weight) = weight {
+        out.iter_mut().zip(weight).for_each(|(o, w)| *o *= w);
+    }
+    if let Some(bias) = bias {
+        out.iter_mut().zip(bias).for_each(|(o, b)| *o += b);
+    }
+}
+
 /// [`rms_norm`] in place.
 #[inline(always)]
 pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
@@ -60,6 +94,12 @@ pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
 #[inline(always)]
 pub fn add(x: &mut [f32], y: &[f32]) {
     x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+}
+
+/// `x += y * scale`, the product rounded first.
+#[inline(always)]
+pub fn add_scaled(x: &mut [f32], y: &[f32], scale: f32) {
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += y * scale);
 }
 
 /// Turns the first `2 * cos.len()` channels of one head.
@@ -134,17 +174,52 @@ pub fn relu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
     }
 }
 
-/// `x += y * by`, product and sum rounded one after the other.
+/// `out = x * sigmoid(x)`.
 #[inline(always)]
-pub fn add_scaled(x: &mut [f32], y: &[f32], by: f32) {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += y * by);
+pub fn silu(x: &[f32], out: &mut [f32]) {
+    out.iter_mut().zip(x).for_each(|(o, v)| {
+        let mut e = [-v; 16];
+        lanes::exp::<false>(&mut e);
+        *o = v / (1.0 + e[0]);
+    });
 }
 
-/// `out = gelu(gate) * up`, GELU in its tanh form, from and to half precision for |gate| < 10 as ggml's table has it.
+/// `out = max(x, 0)²`.
 #[inline(always)]
-pub fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
-    half_buffer.resize(gate.len(), f16::ZERO);
-    half_buffer.convert_from_f32_slice(gate);
+pub fn relu_squared(x: &[f32], out: &mut [f32]) {
+    out.iter_mut().zip(x).for_each(|(o, v)| {
+        let v = v.max(0.0);
+        *o = v * v;
+    });
+}
+
+/// The numbers of [`xielu`], as ggml's operation takes them.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub struct Xielu {
+    /// Below zero.
+    pub alpha_n: f32,
+    /// Above.
+    pub alpha_p: f32,
+    /// Of the linear part.
+    pub beta: f32,
+    /// The exponential is not taken of more than this.
+    pub eps: f32,
+}
+
+/// `out = alpha_p x² + beta x` above zero, `alpha_n (exp(min(x, eps)) - 1 - x) + beta x` below.
+#[inline(always)]
+pub fn xielu(x: &[f32], n: &Xielu, out: &mut [f32]) {
+    out.iter_mut().zip(x).for_each(|(o, &v)| {
+        *o =
+            if v > 0.0 { n.alpha_p * v * v + n.beta * v } else { (v.min(n.eps).exp_m1() - v) * n.alpha_n + n.beta * v };
+    });
+}
+
+/// `out = gelu(x)`, GELU in its tanh form, from and to half precision for |x| < 10 as ggml's table has it.
+#[inline(always)]
+pub fn gelu(x: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
+    half_buffer.resize(x.len(), f16::ZERO);
+    half_buffer.convert_from_f32_slice(x);
     half_buffer.convert_to_f32_slice(out);
     // tanh(y) = 1 - 2 / (exp(2y) + 1), so 0.5 * x * (1 + tanh(y)) = x - x / (exp(2y) + 1).
     let gelu = |x: &[f32; 16]| -> [f32; 16] {
@@ -157,16 +232,20 @@ pub fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32], half_buffer: &mut Vec
     rest.iter_mut().for_each(|x| *x = gelu(&[*x; 16])[0]);
     half_buffer.convert_from_f32_slice(out);
     half_buffer.convert_to_f32_slice(out);
-    for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
-        let gelu = if *g <= -10.0 {
-            0.0
-        } else if *g >= 10.0 {
-            *g
-        } else {
-            *o
-        };
-        *o = gelu * u;
+    for (o, x) in out.iter_mut().zip(x) {
+        if *x <= -10.0 {
+            *o = 0.0;
+        } else if *x >= 10.0 {
+            *o = *x;
+        }
     }
+}
+
+/// `out = gelu(gate) * up`; see [`gelu`].
+#[inline(always)]
+pub fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
+    gelu(gate, out, half_buffer);
+    out.iter_mut().zip(up).for_each(|(o, u)| *o *= u);
 }
 
 /// Rounds every number to what a cache of that precision would hold.

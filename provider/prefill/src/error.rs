@@ -47,6 +47,14 @@ pub enum Error {
         /// Size of the vocabulary.
         n_vocab: u32,
     },
+    /// More tokens than the model has vectors for positions.
+    #[error("{n_tokens} tokens, but the model has vectors for {positions} positions")]
+    TooLong {
+        /// Tokens.
+        n_tokens: usize,
+        /// Positions there are.
+        positions: u64,
+    },
     /// The computation left the finite numbers; nothing that follows from it is handed over.
     #[error(
         "layer {layer}, position {position}: {what} is not finite (NaN or infinity); the model file is damaged, or its \

@@ -57,11 +57,24 @@ impl<'g> Model<'g> {
         self.spec.n_vocab
     }
 
+    /// Whether the decoder's context size decides what is computed, and is known.
+    pub(crate) fn check_context(&self, n_ctx: Option<u32>) -> Result<(), Error> {
+        match self.spec.ropes.iter().all(|r| r.factors.of(n_ctx).is_some()) {
+            true => Ok(()),
+            false => Err(Error::Unsupported {
+                what: "a model with rope_factors_long.weight without the decoder's context size".into(),
+                hint: "the decoder chooses its rotations by it; say what it was started with (-c, --ctx-size)".into(),
+            }),
+        }
+    }
+
     /// The decoder's memory for this model.
     ///
     /// # Errors
-    /// None today; models whose memory is not known are refused when loaded.
+    /// [`Error::Unsupported`] when the context size decides and is not known; models whose memory is not known are refused
+    /// when loaded.
     pub fn kv_spec(&self, params: &CacheParams) -> Result<KvSpec, Error> {
+        self.check_context(params.n_ctx)?;
         let attention = || (0u32..).zip(&self.spec.layers).filter_map(|(i, l)| Some((i, l.mixer.attention()?)));
         let pick = |windowed: bool| KvSection {
             layers: attention()
@@ -78,7 +91,7 @@ impl<'g> Model<'g> {
             type_k: params.type_k,
             type_v: params.type_v,
             v_trans: params.v_trans,
-            cell_ext: false,
+            cell_ext: self.spec.mrope,
             swa_full: params.swa_full,
             n_stream: params.n_stream,
         })

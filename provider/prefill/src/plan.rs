@@ -8,7 +8,7 @@ use crate::layer;
 use crate::layer::attention::AttentionOp;
 use crate::layer::dense::DenseOp;
 use crate::layer::experts::ExpertsOp;
-use crate::spec::{LayerSpec, Spec};
+use crate::spec::{FfnInput, LayerSpec, Spec};
 use std::fmt;
 use std::ops::Range;
 
@@ -78,7 +78,7 @@ impl Command {
         match &self.op {
             Op::Attention(AttentionOp::Qkv { .. } | AttentionOp::Out { .. }) => Work::Gemm,
             Op::Attention(AttentionOp::Attend { .. }) => Work::Attention,
-            Op::Dense(DenseOp::GateUp { .. } | DenseOp::Down { .. }) => Work::Gemm,
+            Op::Dense(DenseOp::GateUp { .. } | DenseOp::Up { .. } | DenseOp::Down { .. }) => Work::Gemm,
             Op::Experts(ExpertsOp::ExpertsGate) => Work::Other,
             Op::Experts(_) => Work::Gemm,
             _ => Work::Other,
@@ -106,7 +106,12 @@ impl Plan {
             let mut ops = vec![Op::Norm(Half::Mixer)];
             ops.extend(l.mixer.ops(spec, last));
             if !last {
-                ops.extend([Op::Join(Half::Mixer), Op::Norm(Half::FeedForward)]);
+                ops.extend(match l.ffn_input {
+                    FfnInput::AfterMixer => vec![Op::Join(Half::Mixer), Op::Norm(Half::FeedForward)],
+                    // The network's input is made before the mixer's output joins.
+                    FfnInput::BesideMixer => vec![Op::Norm(Half::FeedForward), Op::Join(Half::Mixer)],
+                    FfnInput::Shared => vec![Op::Join(Half::Mixer)],
+                });
                 ops.extend(l.ffn.ops(spec));
                 ops.push(Op::Join(Half::FeedForward));
             }

@@ -3,8 +3,8 @@
 //! Source of every rule: `load_arch_hparams` (keys and their defaults), `load_arch_tensors` (tensors and their shapes) and
 //! the arguments of `build_moe_ffn` in llama.cpp's `src/models/<name>.cpp`.
 
-use super::dense::LLAMA;
-use super::{Arch, Pairing, Presence, WindowRule};
+use super::dense::{BEFORE, LLAMA};
+use super::{Arch, Norms, Pairing, Presence, WindowRope, WindowRule};
 use crate::route::Gating;
 
 /// What differs between mixtures.
@@ -104,6 +104,9 @@ pub enum ExpertGate {
     SwigluOai,
 }
 
+/// The norm before the mixture under the name of one after attention.
+const POST_ATTENTION: Norms = Norms { ffn: Some("post_attention_norm"), ..BEFORE };
+
 /// Softmax over all, weights that add up to one, the plain width: mixtral.
 const MIXTRAL: ExpertRule = ExpertRule {
     always: false,
@@ -172,8 +175,8 @@ pub(super) const TABLE: &[Arch] = &[
         other_bias: Presence::Required,
         rope_factors: false,
         sinks: true,
-        ffn_norm: "post_attention_norm",
-        window: Some(WindowRule { period: 2, rope_base: None }),
+        norms: POST_ATTENTION,
+        window: Some(WindowRule { period: 2, default: None, only_at_layers: None, rope: WindowRope::Same }),
         experts: Some(&ExpertRule {
             gating: GatingRule::Fixed(Gating::SoftmaxOfChosen),
             normalise: Setting::Fixed(false),
@@ -192,7 +195,7 @@ pub(super) const TABLE: &[Arch] = &[
         qk_norm: Presence::Optional,
         rope_factors: false,
         partial_rope: true,
-        ffn_norm: "post_attention_norm",
+        norms: POST_ATTENTION,
         experts: Some(&ExpertRule {
             gating: GatingRule::Key(Some(Gating::Sigmoid)),
             width: Width::Own { or_share: false },

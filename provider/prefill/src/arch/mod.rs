@@ -20,13 +20,153 @@ pub enum Presence {
     Required,
 }
 
-/// What the gate of the feed-forward network goes through.
+/// What the gate of the feed-forward network goes through, or what stands between its matrices where it has no gate.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Activation {
     /// x * sigmoid(x).
     Silu,
     /// GELU, tanh form.
     Gelu,
+    /// max(x, 0)².
+    ReluSquared,
+    /// xIELU, its four numbers per layer from the keys `xielu.…`.
+    Xielu,
+}
+
+/// How a plain feed-forward network is built.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum FfnShape {
+    /// `ffn_gate`, `ffn_up`, `ffn_down`.
+    Gated,
+    /// The same, the gate's rows above those of `ffn_up` in one tensor.
+    Fused,
+    /// `ffn_up`, `ffn_down`.
+    NoGate,
+}
+
+/// What a row is divided by.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum NormKind {
+    /// The root of its mean square.
+    Rms,
+    /// Its mean is taken away, then it is divided by its deviation; there may be a bias.
+    Layer,
+}
+
+/// The norms before the halves of a layer, by their tensors' names.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub struct Norms {
+    /// Before attention; `None` where it reads the residual stream itself.
+    pub mixer: Option<&'static str>,
+    /// Before the feed-forward network.
+    pub ffn: Option<&'static str>,
+    /// Whether they have weights.
+    pub weights: bool,
+}
+
+/// What the feed-forward network of a layer reads.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Layout {
+    /// The residual stream with the attention's output in it.
+    Serial,
+    /// What attention read.
+    Parallel,
+    /// What attention read, in files without a norm of its own.
+    ParallelWithoutNorm,
+    /// The stream without the attention's output, normed on its own, where `use_parallel_residual` says so.
+    ByKey,
+    /// What attention read; where there is `attn_norm_2`, attention reads the stream through that and the network through
+    /// `attn_norm`.
+    SecondNorm,
+}
+
+/// How queries and keys are normed.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub struct QkNorm {
+    /// What of a row is normed together.
+    pub over: Over,
+    /// By what.
+    pub kind: NormKind,
+    /// After RoPE instead of before.
+    pub after_rope: bool,
+}
+
+/// What of a row of queries or keys a norm takes together.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Over {
+    /// A head; all heads have the same weights.
+    Head,
+    /// A head; each has weights of its own.
+    EachHead,
+    /// The whole row.
+    Row,
+}
+
+/// What attention's scores are multiplied by, 1/sqrt(head size) unless said otherwise.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum AttnScale {
+    /// As it is.
+    Head,
+    /// What the key `attention.scale` says, if it is there and not 0.
+    Key,
+    /// 1/sqrt(n_embd / n_head) in models of this many layers.
+    EmbdAtLayers(u32),
+    /// 1/head size.
+    Inverse,
+}
+
+/// Constant factors.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Multipliers {
+    /// None.
+    None,
+    /// Of embeddings and of what each half of a layer adds, by the keys `embedding_scale` and `residual_scale`.
+    Keys,
+    /// The same; without the keys 12 and 1.4 / sqrt(layers).
+    MiniCpm,
+}
+
+/// Where positions turn into numbers.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum RopeRule {
+    /// RoPE in every layer.
+    All,
+    /// In none.
+    Never,
+    /// In all but every n-th.
+    NotEvery(u32),
+    /// In layers with a window; in all where the model has no window.
+    Windowed,
+    /// In all, or in none where `rope.scaling.finetuned` is false.
+    ByFinetuned,
+    /// In all, or in none in models of this many layers.
+    NotAtLayers(u32),
+}
+
+/// A penalty on distance, instead of RoPE.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub enum Alibi {
+    /// No.
+    None,
+    /// Of this strength.
+    Fixed(f32),
+    /// By the key `attention.max_alibi_bias`.
+    Key,
+    /// Of strength 8 in models of this many layers.
+    AtLayers(u32),
+}
+
+/// RoPE whose pairs belong to several positions, of which text has only one.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Mrope {
+    /// No.
+    None,
+    /// Sections one after the other, where the key `rope.dimension_sections` asks for it.
+    Sections,
+    /// The same; the key must be there.
+    Always,
+    /// Sections interleaved; the key must be there.
+    Interleaved,
 }
 
 /// One architecture.
@@ -36,30 +176,64 @@ pub struct Arch {
     pub name: &'static str,
     /// Which channels RoPE turns together.
     pub pairing: Pairing,
+    /// The norms of the residual stream.
+    pub norm: NormKind,
+    /// Where they are.
+    pub norms: Norms,
+    /// What is added under their roots, where the servers do not read it from the file.
+    pub eps: Option<f32>,
+    /// What the feed-forward network reads.
+    pub layout: Layout,
     /// Biases of the query, key and value projections.
     pub qkv_bias: Presence,
     /// Biases of the attention output and the feed-forward projections.
     pub other_bias: Presence,
-    /// RMS norm of each query and key head before RoPE.
+    /// Norm of queries and keys.
     pub qk_norm: Presence,
+    /// How they are normed.
+    pub qk_norm_rule: QkNorm,
     /// Norms after attention and after the feed-forward network, before each is added to the residual.
     pub post_norms: bool,
     /// Embeddings are multiplied by the square root of their length.
     pub scaled_embedding: bool,
-    /// The gate's activation.
+    /// A norm of the embeddings, `token_embd_norm`.
+    pub embedding_norm: bool,
+    /// A vector per position, `position_embd.weight`, added to the embeddings.
+    pub positions: Presence,
+    /// Constant factors.
+    pub multipliers: Multipliers,
+    /// The activation.
     pub activation: Activation,
+    /// The plain feed-forward network.
+    pub ffn: FfnShape,
+    /// Whether the network is half as wide as `feed_forward_length`.
+    pub half_ff: bool,
     /// Sliding-window layers, where the file has a window.
     pub window: Option<WindowRule>,
     /// `rope_freqs.weight` divides the frequencies.
     pub rope_factors: bool,
+    /// `rope_factors_short.weight` and `rope_factors_long.weight` do, by the decoder's context size.
+    pub long_factors: bool,
     /// RoPE may turn only the first channels of a head. llama.cpp's graphs of the others assert that it turns all.
     pub partial_rope: bool,
-    /// The attention scale is 1/sqrt(n_embd / n_head) instead of 1/sqrt(head size) in models of this many layers.
-    pub embd_scale_at_layers: Option<u32>,
+    /// Which layers have RoPE.
+    pub rope: RopeRule,
+    /// Several positions.
+    pub mrope: Mrope,
+    /// What scores are multiplied by.
+    pub attn_scale: AttnScale,
+    /// Scores go through a soft cap: `attn_logit_softcapping`, or this.
+    pub softcap: Option<f32>,
+    /// A penalty on distance.
+    pub alibi: Alibi,
+    /// Queries, keys and values are clamped to ± `attention.clamp_kqv`.
+    pub clamp: bool,
+    /// Queries grow with their position by `attention.temperature_scale`.
+    pub temperature: bool,
+    /// The keys `rope.scaling.yarn_beta_fast`, `…_slow` and `…_log_multiplier` are read.
+    pub yarn_keys: bool,
     /// Each head has a sink: a score that joins the softmax and has no value.
     pub sinks: bool,
-    /// The norm before the feed-forward network, by its tensor's name.
-    pub ffn_norm: &'static str,
     /// What its mixtures of experts are like, where it may have them.
     pub experts: Option<&'static experts::ExpertRule>,
     /// Models that users know it by.
@@ -71,9 +245,25 @@ pub struct Arch {
 pub struct WindowRule {
     /// Every n-th layer sees everything, the others a window; where the file does not say.
     pub period: u32,
-    /// RoPE base of the window layers where the file does not say, and they are never scaled; or the base and the scale
-    /// of the others.
-    pub rope_base: Option<f32>,
+    /// The window, where the file does not say; without it there is none then.
+    pub default: Option<u32>,
+    /// Only models of this many layers have a window.
+    pub only_at_layers: Option<u32>,
+    /// RoPE of the window layers.
+    pub rope: WindowRope,
+}
+
+/// RoPE of layers with a window.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub enum WindowRope {
+    /// Of base `rope.freq_base_swa`, or this; never scaled.
+    Own(f32),
+    /// That of the other layers, of base `rope.freq_base_swa` where it is there.
+    Same,
+    /// That of the other layers without any scaling.
+    Unscaled,
+    /// That of the other layers, whatever the keys say.
+    Shared,
 }
 
 /// Every supported architecture, in tables by what their layers are made of.

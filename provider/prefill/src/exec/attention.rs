@@ -1,10 +1,11 @@
 //! The steps of attention.
 
 use super::{Bad, Host, SCRATCH, Stage, ms};
+use crate::arch::Over;
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
 use crate::model::{Model, wanted};
 use crate::plan::Command;
-use crate::weights::distinct;
+use crate::weights::{Norm, distinct};
 use crate::{Error, KvSink};
 use kvlayout::Part;
 use npu_kernels::host::acts::Activations;
@@ -94,23 +95,49 @@ impl Room {
         let spec = host.model.spec();
         let m = c.rows.len();
         let (hk, hv, eps) = (a.head_k, a.head_v, spec.eps);
-        let pairing = spec.arch.pairing;
         let last = c.layer + 1 == spec.layers.len();
-        self.rope_table(host, c, a.rope);
-        let n_rot = spec.ropes[a.rope].n_rot;
+        let rope = a.rope.map(|rope| {
+            self.rope_table(host, c, rope);
+            &spec.ropes[rope]
+        });
         let (nq, nk, nv) = (if last { 0 } else { a.n_head * hk }, a.n_embd_k(), a.n_embd_v());
+        if let Some(limit) = a.clamp {
+            for part in [&mut self.q[..m * nq], &mut self.k[..m * nk], &mut self.v[..m * nv]] {
+                part.iter_mut().for_each(|v| *v = v.clamp(-limit, limit));
+            }
+        }
         // Norm and rotation, in place.
         let (kernel, table, round_q) = (host.kernel, &self.table, host.round_q);
-        let turn = |i: usize, heads: &mut [f32], norm: Option<&Vec<f32>>| {
-            let (cos, sin) = table[i * n_rot..][..n_rot].split_at(n_rot / 2);
+        let rule = spec.arch.qk_norm_rule;
+        let normed = |row: &mut [f32], norm: &Norm, buffer: &mut Vec<f32>| {
+            let step = if rule.over == Over::Row { row.len().max(1) } else { hk };
+            buffer.resize(step, 0.0);
+            for (h, part) in row.chunks_exact_mut(step).enumerate() {
+                let from = if rule.over == Over::EachHead { h * hk } else { 0 };
+                norm.apply_part(from, rule.kind, eps, part, buffer);
+                part.copy_from_slice(buffer);
+            }
+        };
+        let turn = |i: usize, row: &mut [f32], norm: Option<&Norm>, buffer: &mut Vec<f32>| {
             kernel.rows(|| {
-                for head in heads.chunks_exact_mut(hk) {
-                    if let Some(norm) = norm {
-                        rowops::rms_norm_in_place(head, norm, eps);
-                    }
-                    rowops::rope(head, pairing, cos, sin);
+                if let (Some(norm), false) = (norm, rule.after_rope) {
+                    normed(row, norm, buffer);
+                }
+                if let Some(rope) = rope {
+                    let (cos, sin) = table[i * rope.n_rot..][..rope.n_rot].split_at(rope.n_rot / 2);
+                    row.chunks_exact_mut(hk).for_each(|head| rowops::rope(head, rope.pairing, cos, sin));
+                }
+                if let (Some(norm), true) = (norm, rule.after_rope) {
+                    normed(row, norm, buffer);
                 }
             });
+        };
+        let grow = |i: usize, q: &mut [f32]| {
+            if let Some(t) = spec.temperature {
+                let steps = ((c.rows.start + i) as f32 / t.floor as f32).floor();
+                let factor = ((f64::from(steps) + 1.0).ln() * f64::from(t.scale) + 1.0) as f32;
+                q.iter_mut().for_each(|v| *v *= factor);
+            }
         };
         let mut rows: Vec<(&mut [f32], &mut [f32])> = Vec::with_capacity(m);
         let mut q_rest = &mut self.q[..m * nq];
@@ -123,9 +150,12 @@ impl Room {
             rows.push((q, k));
         }
         host.pool.for_each_mut(&mut rows, |i, (q, k)| {
-            turn(i, q, w.q_norm.as_ref());
-            turn(i, k, w.k_norm.as_ref());
-            SCRATCH.with_borrow_mut(|(_, half)| rowops::round_to(round_q, q, half));
+            SCRATCH.with_borrow_mut(|(buffer, half)| {
+                turn(i, q, w.q_norm.as_ref(), buffer);
+                turn(i, k, w.k_norm.as_ref(), buffer);
+                grow(i, q);
+                rowops::round_to(round_q, q, half);
+            });
         });
         drop(rows);
 
@@ -173,10 +203,11 @@ impl Room {
         self.table_of = Some((rope, c.rows.start));
         let rope = &host.model.spec().ropes[rope];
         self.table.resize(c.rows.len() * rope.n_rot, 0.0);
+        let factors = rope.factors.of(host.n_ctx).expect("asked for before the run began");
         let mut rows: Vec<&mut [f32]> = self.table.chunks_exact_mut(rope.n_rot).collect();
         host.pool.for_each_mut(&mut rows, |i, row| {
             let (cos, sin) = row.split_at_mut(rope.n_rot / 2);
-            rope.table((c.rows.start + i) as u32, cos, sin);
+            rope.table((c.rows.start + i) as u32, factors, cos, sin);
         });
     }
 
@@ -196,6 +227,8 @@ impl Room {
             m,
             first: c.rows.start,
             scale: a.scale,
+            softcap: a.softcap,
+            slopes: &a.slopes(),
             window: window.map(|w| w as usize),
             sinks: w.sinks.as_deref(),
             out: &mut self.attn[..m * a.n_head * a.head_v],

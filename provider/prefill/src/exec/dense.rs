@@ -3,7 +3,7 @@
 use super::{Bad, Host, SCRATCH, Stage};
 use crate::Error;
 use crate::arch::Activation;
-use crate::layer::dense::{self as kind, DenseOp};
+use crate::layer::dense::{self as kind, DenseOp, DenseSpec};
 use crate::model::Model;
 use crate::plan::Command;
 use crate::weights::distinct;
@@ -44,26 +44,36 @@ impl Room {
         let m = c.rows.len();
         match op {
             DenseOp::GateUp { n, .. } => {
-                let parts = vec![(&w.gate, &mut self.gate[..m * n]), (&w.up, &mut self.up[..m * n])];
+                let gate = w.gate.as_ref().expect("a network with a gate");
+                let parts = vec![(gate, &mut self.gate[..m * n]), (&w.up, &mut self.up[..m * n])];
                 host.project(&stage.input, parts);
             }
-            DenseOp::Gate => self.gate(host, c, spec.n_ff)?,
+            DenseOp::Up { n, .. } => host.project(&stage.input, vec![(&w.up, &mut self.up[..m * n])]),
+            DenseOp::Gate => self.gate(host, c, spec, w.gate.is_some())?,
             DenseOp::Down { n, .. } => host.project(&self.acts, vec![(&w.down, &mut stage.out[..m * n])]),
         }
         Ok(())
     }
 
-    fn gate<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, n: usize) -> Result<(), Error> {
-        let activation = host.model.spec().arch.activation;
-        let (gate, up, kernel) = (&self.gate, &self.up, host.kernel);
+    fn gate<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, spec: &DenseSpec, gated: bool) -> Result<(), Error> {
+        let (activation, n) = (host.model.spec().arch.activation, spec.n_ff);
+        let (gate, up, kernel) = (if gated { &self.gate } else { &self.up }, &self.up, host.kernel);
         let bad = Bad::default();
         self.acts.reshape(c.rows.len(), n);
         self.acts.fill(kernel, host.pool, |i, row| {
             let (gate, up) = (&gate[i * n..][..n], &up[i * n..][..n]);
             match activation {
-                Activation::Silu => kernel.rows(|| rowops::silu_mul(gate, up, row)),
-                Activation::Gelu => {
-                    SCRATCH.with_borrow_mut(|(_, half)| kernel.rows(|| rowops::gelu_mul(gate, up, row, half)));
+                Activation::Silu if gated => kernel.rows(|| rowops::silu_mul(gate, up, row)),
+                Activation::Silu => kernel.rows(|| rowops::silu(up, row)),
+                Activation::Gelu => SCRATCH.with_borrow_mut(|(_, half)| {
+                    kernel.rows(|| {
+                        if gated { rowops::gelu_mul(gate, up, row, half) } else { rowops::gelu(up, row, half) }
+                    });
+                }),
+                Activation::ReluSquared => kernel.rows(|| rowops::relu_squared(up, row)),
+                Activation::Xielu => {
+                    let numbers = spec.xielu.expect("read with the layer's numbers");
+                    kernel.rows(|| rowops::xielu(up, &numbers, row));
                 }
             }
             bad.check(row, c.rows.start + i);

@@ -33,12 +33,14 @@ pub struct Options {
     pub type_k: CacheType,
     /// Type of the decoder's V cache.
     pub type_v: CacheType,
+    /// The decoder's context size for one sequence, where known: some models have other rotations in a larger one.
+    pub n_ctx: Option<u32>,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        Options { threads, chunk: 512, isa: Isa::detect(), type_k: CacheType::F16, type_v: CacheType::F16 }
+        Options { threads, chunk: 512, isa: Isa::detect(), type_k: CacheType::F16, type_v: CacheType::F16, n_ctx: None }
     }
 }
 
@@ -83,6 +85,12 @@ pub fn run(
     if let Some(index) = tokens.iter().position(|t| *t >= n_vocab) {
         return Err(Error::Token { index, id: tokens[index], n_vocab });
     }
+    model.check_context(options.n_ctx)?;
+    if let Some(positions) = &model.weights().positions
+        && tokens.len() as u64 > positions.ne[1]
+    {
+        return Err(Error::TooLong { n_tokens: tokens.len(), positions: positions.ne[1] });
+    }
     let pool = Pool::new(options.threads)?;
     let plan = Plan::new(model.spec(), tokens.len(), options.chunk);
     let started = Instant::now();
@@ -94,6 +102,7 @@ pub fn run(
             round_k: precision(options.type_k),
             round_v: precision(options.type_v),
             round_q: round_q(options),
+            n_ctx: options.n_ctx,
         };
         Run::new(host, tokens, &plan).all(&plan, sink, hooks)?
     });
@@ -126,6 +135,8 @@ struct Host<'a, K> {
     round_k: Precision,
     round_v: Precision,
     round_q: Precision,
+    /// The decoder's context.
+    n_ctx: Option<u32>,
 }
 
 impl<'a, K: Kernel> Host<'a, K> {
@@ -226,14 +237,25 @@ impl<'a, K: Kernel> Run<'a, K> {
 
     fn embed(&mut self, c: &Command) -> Result<(), Error> {
         let spec = self.host.model.spec();
-        let table = &self.host.model.weights().token_embd;
-        let scale = if spec.arch.scaled_embedding { (spec.n_embd as f32).sqrt() } else { 1.0 };
+        let weights = self.host.model.weights();
+        let table = &weights.token_embd;
+        let scale = spec.embedding_scale;
+        let (mut vector, mut normed) = (vec![0.0; spec.n_embd], vec![0.0; spec.n_embd]);
         for at in c.rows.clone() {
             let row = &mut self.x[at * spec.n_embd..][..spec.n_embd];
             let bytes = table.row(u64::from(self.tokens[at])).expect("ids were checked against the vocabulary");
             gguf::dequant::dequantize(table.ty, bytes, row)?;
-            if spec.arch.scaled_embedding {
+            if scale != 1.0 {
                 row.iter_mut().for_each(|v| *v *= scale);
+            }
+            if let Some(positions) = &weights.positions {
+                let bytes = positions.row(at as u64).expect("the prompt's length was checked");
+                gguf::dequant::dequantize(positions.ty, bytes, &mut vector)?;
+                rowops::add(row, &vector);
+            }
+            if let Some(norm) = &weights.norm {
+                norm.apply(spec.arch.norm, spec.eps, row, &mut normed);
+                row.copy_from_slice(&normed);
             }
         }
         Ok(())
@@ -244,16 +266,19 @@ impl<'a, K: Kernel> Run<'a, K> {
         let Host { kernel, pool, model, .. } = self.host;
         let weights = self.host.weights(c);
         let (norm, what) = match half {
-            Half::Mixer => (&weights.norm, "the input of attention"),
-            Half::FeedForward => (&weights.ffn_norm, "the input of the feed-forward network"),
+            Half::Mixer => (weights.norm.as_ref(), "the input of attention"),
+            Half::FeedForward => (weights.ffn_norm.as_ref(), "the input of the feed-forward network"),
         };
-        let (e, eps) = (model.spec().n_embd, model.spec().eps);
+        let (e, eps, kind) = (model.spec().n_embd, model.spec().eps, model.spec().arch.norm);
         let (bad, x) = (Bad::default(), &self.x);
         let Stage { input, normed, .. } = &mut self.stage;
         let by_row = half == Half::FeedForward && weights.ffn.experts().is_some();
         let make = |i: usize, row: &mut [f32]| {
             let x = &x[(c.rows.start + i) * e..][..e];
-            kernel.rows(|| rowops::rms_norm(x, &norm.weight, eps, row));
+            match norm {
+                Some(norm) => kernel.rows(|| norm.apply(kind, eps, x, row)),
+                None => row.copy_from_slice(x),
+            }
         };
         if by_row {
             let mut rows: Vec<&mut [f32]> = normed[..c.rows.len() * e].chunks_exact_mut(e).collect();
@@ -279,17 +304,19 @@ impl<'a, K: Kernel> Run<'a, K> {
             Half::Mixer => weights.post_norm.as_ref(),
             Half::FeedForward => weights.ffn_post_norm.as_ref(),
         };
-        let (e, eps) = (model.spec().n_embd, model.spec().eps);
+        let spec = model.spec();
+        let (e, eps, kind, scale) = (spec.n_embd, spec.eps, spec.arch.norm, spec.residual_scale);
         let out = &self.stage.out;
         let mut rows: Vec<&mut [f32]> = self.x[c.rows.start * e..c.rows.end * e].chunks_exact_mut(e).collect();
         pool.for_each_mut(&mut rows, |i, x| {
             let out = &out[i * e..][..e];
             match norm {
+                None if scale != 1.0 => kernel.rows(|| rowops::add_scaled(x, out, scale)),
                 None => kernel.rows(|| rowops::add(x, out)),
                 Some(norm) => SCRATCH.with_borrow_mut(|(buffer, _)| {
                     buffer.resize(e, 0.0);
                     kernel.rows(|| {
-                        rowops::rms_norm(out, &norm.weight, eps, buffer);
+                        norm.apply(kind, eps, out, buffer);
                         rowops::add(x, buffer);
                     });
                 }),

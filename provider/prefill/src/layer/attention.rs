@@ -1,10 +1,10 @@
 //! Attention as a kind of mixer: its numbers, tensors, steps and costs.
 
 use crate::Error;
-use crate::arch::Presence;
+use crate::arch::{Alibi, AttnScale, Over, Presence, RopeRule};
 use crate::plan::Op;
 use crate::spec::{Common, MAX_WIDTH, Spec};
-use crate::weights::{Linear, Loader};
+use crate::weights::{Linear, Loader, Norm};
 use npu_kernels::WeightType;
 use npu_kernels::host::attention::HeadCache;
 
@@ -23,8 +23,14 @@ pub struct AttentionSpec {
     pub scale: f32,
     /// Whether the layer sees only the window.
     pub windowed: bool,
-    /// Which of [`Spec::ropes`].
-    pub rope: usize,
+    /// Which of [`Spec::ropes`], in a layer that has one.
+    pub rope: Option<usize>,
+    /// Scores s become `cap * tanh(s / cap)`.
+    pub softcap: Option<f32>,
+    /// Strength of the penalty on distance (ALiBi).
+    pub max_bias: f32,
+    /// Queries, keys and values are clamped to plus and minus this.
+    pub clamp: Option<f32>,
 }
 
 /// One layer's tensors.
@@ -34,8 +40,8 @@ pub struct AttentionWeights<'g> {
     pub q: Linear<'g>,
     pub k: Linear<'g>,
     pub v: Linear<'g>,
-    pub q_norm: Option<Vec<f32>>,
-    pub k_norm: Option<Vec<f32>>,
+    pub q_norm: Option<Norm>,
+    pub k_norm: Option<Norm>,
     pub o: Linear<'g>,
     /// A score of each head that joins the softmax and has no value.
     pub sinks: Option<Vec<f32>>,
@@ -73,7 +79,11 @@ pub enum AttentionOp {
 
 impl AttentionSpec {
     /// Reads all layers' numbers.
-    pub(crate) fn read(c: &Common<'_>, windowed: &dyn Fn(usize) -> bool) -> Result<Vec<AttentionSpec>, Error> {
+    pub(crate) fn read(
+        c: &Common<'_>,
+        has_window: bool,
+        windowed: &dyn Fn(usize) -> bool,
+    ) -> Result<Vec<AttentionSpec>, Error> {
         let (keys, n_layer, n_embd) = (&c.keys, c.n_layer, c.n_embd);
         let n_head = keys
             .per_layer("attention.head_count", n_layer, MAX_WIDTH)?
@@ -99,20 +109,82 @@ impl AttentionSpec {
                 return Err(keys.wrong("attention.head_count_kv", kv, format!("a divisor of {h} query heads")));
             }
         }
-        let scaled = match c.arch.embd_scale_at_layers {
-            Some(at) if at == n_layer => n_embd as f32 / n_head[0] as f32,
-            _ => head_k as f32,
+        let scale = match c.arch.attn_scale {
+            AttnScale::EmbdAtLayers(at) if at == n_layer => 1.0 / (n_embd as f32 / n_head[0] as f32).sqrt(),
+            AttnScale::Inverse => 1.0 / head_k as f32,
+            AttnScale::Key => {
+                keys.f32("attention.scale")?.filter(|s| *s != 0.0).unwrap_or(1.0 / (head_k as f32).sqrt())
+            }
+            AttnScale::Head | AttnScale::EmbdAtLayers(_) => 1.0 / (head_k as f32).sqrt(),
+        };
+        let softcap = match c.arch.softcap {
+            Some(default) => {
+                let key = "attn_logit_softcapping";
+                let cap = keys.f32(key)?.unwrap_or(default);
+                if cap < 0.0 {
+                    return Err(keys.wrong(key, cap, "a number that is not negative"));
+                }
+                Some(cap).filter(|c| *c > 0.0)
+            }
+            None => None,
+        };
+        let max_bias = match c.arch.alibi {
+            Alibi::None => 0.0,
+            Alibi::Fixed(strength) => strength,
+            Alibi::AtLayers(at) => {
+                if at == n_layer {
+                    8.0
+                } else {
+                    0.0
+                }
+            }
+            Alibi::Key => {
+                let key = "attention.max_alibi_bias";
+                let strength = keys.f32(key)?.unwrap_or(0.0);
+                if strength < 0.0 {
+                    return Err(keys.wrong(key, strength, "a number that is not negative"));
+                }
+                strength
+            }
+        };
+        let clamp = keys.f32("attention.clamp_kqv")?.filter(|v| c.arch.clamp && *v > 0.0);
+        let finetuned = keys.bool("rope.scaling.finetuned")?.unwrap_or(true);
+        let has_rope = |i: usize| match c.arch.rope {
+            RopeRule::All => true,
+            RopeRule::Never => false,
+            RopeRule::NotEvery(n) => !(i + 1).is_multiple_of(n as usize),
+            RopeRule::Windowed => !has_window || windowed(i),
+            RopeRule::ByFinetuned => finetuned,
+            RopeRule::NotAtLayers(n) => n_layer != n,
         };
         let layer = |i: usize| AttentionSpec {
             n_head: n_head[i] as usize,
             n_head_kv: n_head_kv[i] as usize,
             head_k: head_k as usize,
             head_v: head_v as usize,
-            scale: 1.0 / scaled.sqrt(),
+            scale,
             windowed: windowed(i),
-            rope: usize::from(windowed(i)),
+            rope: has_rope(i).then_some(usize::from(windowed(i))),
+            softcap,
+            max_bias,
+            clamp,
         };
         Ok((0..n_layer as usize).map(layer).collect())
+    }
+
+    /// What distance costs each query head (ALiBi), none where there is no penalty.
+    pub fn slopes(&self) -> Vec<f32> {
+        if self.max_bias == 0.0 {
+            return Vec::new();
+        }
+        // Two geometric rows, the second for the heads beyond the largest power of two, as in ggml.
+        let power = 1usize << self.n_head.ilog2();
+        let base = |bias: f32| 2f32.powf(-bias / power as f32);
+        let (first, second) = (base(self.max_bias), base(self.max_bias / 2.0));
+        let slope = |h: usize| {
+            if h < power { first.powi(h as i32 + 1) } else { second.powi(2 * (h - power) as i32 + 1) }
+        };
+        (0..self.n_head).map(slope).collect()
     }
 
     /// Channels of a position's keys.
@@ -141,20 +213,21 @@ impl AttentionSpec {
 impl<'g> AttentionWeights<'g> {
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, a: &AttentionSpec, prefix: &str) -> Result<Self, Error> {
         let (arch, e) = (spec.arch, spec.n_embd);
-        let name = |what: &str| format!("{prefix}.{what}.weight");
         let [q, k, v] = qkv(loader, prefix, e, [a.n_head * a.head_k, a.n_embd_k(), a.n_embd_v()], arch.qkv_bias)?;
-        Ok(AttentionWeights {
-            q,
-            k,
-            v,
-            q_norm: loader.vector(&name("attn_q_norm"), a.head_k, arch.qk_norm)?,
-            k_norm: loader.vector(&name("attn_k_norm"), a.head_k, arch.qk_norm)?,
-            o: loader.linear(&format!("{prefix}.attn_output"), a.n_head * a.head_v, e, arch.other_bias)?,
-            sinks: match arch.sinks {
-                true => loader.vector(&name("attn_sinks"), a.n_head, Presence::Required)?,
-                false => None,
-            },
-        })
+        let weights = |heads: usize| match arch.qk_norm_rule.over {
+            Over::Head => a.head_k,
+            Over::EachHead | Over::Row => heads * a.head_k,
+        };
+        let mut norm = |what: &str, heads: usize| {
+            loader.head_norm(&format!("{prefix}.{what}"), a.head_k, weights(heads), arch.qk_norm)
+        };
+        let (q_norm, k_norm) = (norm("attn_q_norm", a.n_head)?, norm("attn_k_norm", a.n_head_kv)?);
+        let o = loader.linear(&format!("{prefix}.attn_output"), a.n_head * a.head_v, e, arch.other_bias)?;
+        let sinks = match arch.sinks {
+            true => loader.vector(&format!("{prefix}.attn_sinks.weight"), a.n_head, Presence::Required)?,
+            false => None,
+        };
+        Ok(AttentionWeights { q, k, v, q_norm, k_norm, o, sinks })
     }
 
     pub(crate) fn input_types(&self) -> Vec<WeightType> {
@@ -175,7 +248,14 @@ fn qkv<'g>(
         let mut part = |name: &str, n| loader.linear(&format!("{prefix}.{name}"), k, n, bias);
         return Ok([part("attn_q", n[0])?, part("attn_k", n[1])?, part("attn_v", n[2])?]);
     }
-    let all = loader.linear(&fused, k, n.iter().sum(), bias)?;
+    let mut all = loader.linear(&fused, k, n.iter().sum(), bias)?;
+    if all.bias.is_none() && bias != Presence::Never {
+        // A fused matrix may have the biases of the parts.
+        let mut part = |name: &str, n| loader.vector(&format!("{prefix}.{name}.bias"), n, Presence::Optional);
+        if let [Some(q), Some(k), Some(v)] = [part("attn_q", n[0])?, part("attn_k", n[1])?, part("attn_v", n[2])?] {
+            all.bias = Some([q, k, v].concat());
+        }
+    }
     let mut from = 0;
     Ok(n.map(|n| {
         from += n;

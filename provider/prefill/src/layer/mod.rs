@@ -8,9 +8,9 @@ pub mod dense;
 pub mod experts;
 
 use crate::Error;
-use crate::arch::Presence;
+use crate::arch::{Layout, Presence};
 use crate::plan::Op;
-use crate::spec::{LayerSpec, Spec};
+use crate::spec::{FfnInput, LayerSpec, Spec};
 use crate::weights::{Loader, Norm};
 use attention::{AttentionSpec, AttentionWeights};
 use dense::{DenseSpec, DenseWeights};
@@ -78,14 +78,14 @@ impl FeedForward {
 /// One layer's tensors.
 #[derive(Debug)]
 pub struct LayerWeights<'g> {
-    /// Before the mixer.
-    pub norm: Norm,
+    /// Before the mixer; `None` where it reads the residual stream itself.
+    pub norm: Option<Norm>,
     /// The mixer's.
     pub mixer: MixerWeights<'g>,
     /// After it, before its output joins the residual stream.
     pub post_norm: Option<Norm>,
     /// Before the feed-forward network.
-    pub ffn_norm: Norm,
+    pub ffn_norm: Option<Norm>,
     /// The network's.
     pub ffn: FfnWeights<'g>,
     /// After it, before its output joins the residual stream.
@@ -169,13 +169,26 @@ impl<'g> LayerWeights<'g> {
         let post = if spec.arch.post_norms { Presence::Required } else { Presence::Never };
         let name = |what: &str| format!("{prefix}.{what}");
         let e = spec.n_embd;
+        let mut norms = spec.arch.norms;
+        if l.ffn_input == FfnInput::BesideMixer && spec.arch.layout == Layout::SecondNorm {
+            (norms.mixer, norms.ffn) = (Some("attn_norm_2"), norms.mixer);
+        }
+        if l.ffn_input == FfnInput::Shared {
+            norms.ffn = None;
+        }
+        let mut before = |stem: Option<&str>| match stem {
+            None => Ok(None),
+            Some(_) if !norms.weights => Ok(Some(Norm::default())),
+            Some(stem) => loader.norm(&name(stem), e).map(Some),
+        };
+        let (norm, ffn_norm) = (before(norms.mixer)?, before(norms.ffn)?);
         Ok(LayerWeights {
-            norm: loader.norm(&name("attn_norm"), e)?,
+            norm,
             mixer: MixerWeights::load(loader, spec, &l.mixer, &prefix)?,
-            post_norm: loader.maybe_norm(&name("post_attention_norm"), e, post)?,
-            ffn_norm: loader.norm(&name(spec.arch.ffn_norm), e)?,
+            post_norm: loader.post_norm(&name("post_attention_norm"), e, post)?,
+            ffn_norm,
             ffn: FfnWeights::load(loader, spec, &l.ffn, &prefix)?,
-            ffn_post_norm: loader.maybe_norm(&name("post_ffw_norm"), e, post)?,
+            ffn_post_norm: loader.post_norm(&name("post_ffw_norm"), e, post)?,
         })
     }
 }

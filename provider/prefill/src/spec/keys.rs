@@ -88,4 +88,19 @@ impl Keys<'_> {
             Some(_) => Ok(Some(vec![self.size(key, max)?; n_layer as usize])),
         }
     }
+
+    /// One finite number for all layers, or an array with one for each.
+    pub fn f32s(&self, key: &str, n_layer: u32) -> Result<Option<Vec<f32>>, Error> {
+        let Some(gguf::Value::Array(array)) = self.gguf.get(&self.name(key)) else {
+            return Ok(self.f32(key)?.map(|v| vec![v; n_layer as usize]));
+        };
+        if array.len() != n_layer as usize {
+            return Err(self.wrong(key, format!("{} entries", array.len()), format!("{n_layer}, one per layer")));
+        }
+        let all = array.iter_f32()?.collect::<Result<Vec<f32>, _>>()?;
+        match all.iter().find(|v| !v.is_finite()) {
+            Some(v) => Err(self.wrong(key, v, "finite numbers")),
+            None => Ok(Some(all)),
+        }
+    }
 }

@@ -8,7 +8,7 @@ mod window;
 pub(crate) use keys::{Keys, MAX_WIDTH};
 
 use crate::Error;
-use crate::arch::{self, Arch};
+use crate::arch::{self, Arch, Layout, Multipliers, NormKind};
 use crate::layer::attention::AttentionSpec;
 use crate::layer::dense::DenseSpec;
 use crate::layer::experts;
@@ -30,6 +30,14 @@ pub struct Spec {
     pub n_embd: usize,
     /// Added to the mean square in norms.
     pub eps: f32,
+    /// Multiplies embeddings.
+    pub embedding_scale: f32,
+    /// Multiplies what each half of a layer adds to the residual stream.
+    pub residual_scale: f32,
+    /// What makes queries grow with their position.
+    pub temperature: Option<Temperature>,
+    /// Whether cells carry the positions of several axes (M-RoPE).
+    pub mrope: bool,
     /// Context length the model was trained for.
     pub n_ctx_train: u32,
     /// Window of the sliding-window layers (`n_swa`); `None` when the model has none.
@@ -47,6 +55,28 @@ pub struct LayerSpec {
     pub mixer: Mixer,
     /// What follows, position by position.
     pub ffn: FeedForward,
+    /// What that reads.
+    pub ffn_input: FfnInput,
+}
+
+/// What a layer's feed-forward network reads.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum FfnInput {
+    /// The residual stream, with the mixer's output in it.
+    AfterMixer,
+    /// The residual stream as the mixer found it.
+    BesideMixer,
+    /// What the mixer read, as it was normed for that.
+    Shared,
+}
+
+/// Queries at position p are multiplied by `1 + scale * ln(1 + floor(p / floor))`.
+#[derive(Copy, Clone, PartialEq, Debug)]
+pub struct Temperature {
+    /// How fast.
+    pub scale: f32,
+    /// Positions before anything changes.
+    pub floor: u32,
 }
 
 /// What the readers of all kinds of layers start from.
@@ -76,29 +106,40 @@ impl Spec {
         let n_ctx_train = keys.size("context_length", u32::MAX)?;
         let common = Common { keys, arch, n_layer, n_embd, n_ctx_train };
         let keys = &common.keys;
-        let eps = keys
-            .f32("attention.layer_norm_rms_epsilon")?
-            .ok_or_else(|| keys.wrong("attention.layer_norm_rms_epsilon", "no such key", "a small positive number"))?;
+        let eps_key = match arch.norm {
+            NormKind::Rms => "attention.layer_norm_rms_epsilon",
+            NormKind::Layer => "attention.layer_norm_epsilon",
+        };
+        let eps = arch.eps.map_or_else(|| keys.f32(eps_key), |eps| Ok(Some(eps)))?;
+        let eps = eps.ok_or_else(|| keys.wrong(eps_key, "no such key", "a small positive number"))?;
         if !(0.0..1.0).contains(&eps) {
-            return Err(keys.wrong("attention.layer_norm_rms_epsilon", eps, "a number from 0 to 1"));
+            return Err(keys.wrong(eps_key, eps, "a number from 0 to 1"));
         }
         refuse_variants(keys, arch)?;
 
         let windows = window::read(&common)?;
         let windowed = |i: usize| windows.as_ref().is_some_and(|(_, layers)| layers[i]);
-        let attention = AttentionSpec::read(&common, &windowed)?;
-        let ffn = match arch.experts {
+        let attention = AttentionSpec::read(&common, windows.is_some(), &windowed)?;
+        let ffn: Vec<FeedForward> = match arch.experts {
             Some(rule) => experts::read(&common, rule)?,
             None => DenseSpec::read(&common)?.into_iter().map(FeedForward::Dense).collect(),
         };
-        let ropes = rotation::read(&common, attention[0].head_k as u32, windows.is_some())?;
-        let layers = attention.into_iter().zip(ffn);
-        let layers = layers.map(|(a, ffn)| LayerSpec { mixer: Mixer::Attention(a), ffn }).collect();
+        let mrope = rotation::sections(&common)?;
+        let ropes = rotation::read(&common, attention[0].head_k as u32, windows.is_some(), mrope)?;
+        let layer = |(i, (a, ffn)): (usize, (AttentionSpec, FeedForward))| {
+            Ok(LayerSpec { mixer: Mixer::Attention(a), ffn, ffn_input: ffn_input(&common, i)? })
+        };
+        let layers = attention.into_iter().zip(ffn).enumerate().map(layer).collect::<Result<_, Error>>()?;
+        let (embedding_scale, residual_scale) = multipliers(&common)?;
         Ok(Spec {
             arch,
             n_vocab: n_vocab(gguf, n_embd)?,
             n_embd: n_embd as usize,
             eps,
+            embedding_scale,
+            residual_scale,
+            temperature: temperature(&common)?,
+            mrope: mrope.is_some(),
             n_ctx_train,
             window: windows.map(|(n, _)| n),
             layers,
@@ -122,6 +163,55 @@ fn n_vocab(gguf: &Gguf, n_embd: u32) -> Result<u32, Error> {
     })
 }
 
+/// What layer `i`'s feed-forward network reads.
+fn ffn_input(common: &Common<'_>, i: usize) -> Result<FfnInput, Error> {
+    let Common { keys, arch, .. } = common;
+    let has = |what: &str| keys.gguf.tensor(&format!("blk.{i}.{what}.weight")).is_some();
+    Ok(match arch.layout {
+        Layout::Serial => FfnInput::AfterMixer,
+        Layout::Parallel => FfnInput::Shared,
+        Layout::ParallelWithoutNorm if has("ffn_norm") => FfnInput::AfterMixer,
+        Layout::ParallelWithoutNorm => FfnInput::Shared,
+        Layout::SecondNorm if has("attn_norm_2") => FfnInput::BesideMixer,
+        Layout::SecondNorm => FfnInput::Shared,
+        Layout::ByKey => {
+            let key = "use_parallel_residual";
+            let parallel = keys.bool(key)?.ok_or_else(|| keys.wrong(key, "no such key", "true or false"))?;
+            if parallel { FfnInput::BesideMixer } else { FfnInput::AfterMixer }
+        }
+    })
+}
+
+/// Of embeddings and of what the halves of a layer add.
+fn multipliers(common: &Common<'_>) -> Result<(f32, f32), Error> {
+    let Common { keys, arch, n_layer, n_embd, .. } = common;
+    let (embedding, residual) = match arch.multipliers {
+        Multipliers::None if arch.scaled_embedding => return Ok(((*n_embd as f32).sqrt(), 1.0)),
+        Multipliers::None => return Ok((1.0, 1.0)),
+        Multipliers::Keys => (1.0, 1.0),
+        Multipliers::MiniCpm => (12.0, 1.4 / (*n_layer as f32).sqrt()),
+    };
+    // llama.cpp takes 0 for "none".
+    let read = |key: &str, default: f32| -> Result<f32, Error> {
+        Ok(match keys.f32(key)? {
+            None => default,
+            Some(0.0) => 1.0,
+            Some(v) => v,
+        })
+    };
+    Ok((read("embedding_scale", embedding)?, read("residual_scale", residual)?))
+}
+
+/// Queries that grow with their position.
+fn temperature(common: &Common<'_>) -> Result<Option<Temperature>, Error> {
+    let Common { keys, arch, n_ctx_train, .. } = common;
+    let scale = keys.f32("attention.temperature_scale")?.filter(|s| arch.temperature && *s != 0.0);
+    let Some(scale) = scale else { return Ok(None) };
+    let key = "rope.scaling.original_context_length";
+    let floor = keys.u32(key)?.unwrap_or(*n_ctx_train);
+    Ok(Some(Temperature { scale, floor: keys.in_range(key, floor, u32::MAX)? }))
+}
+
 /// Metadata that changes the arithmetic in a way that is not built: better no answer than a wrong one.
 fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
     if let Some(n) = keys.u32("expert_count")?.filter(|n| *n > 0 && arch.experts.is_none()) {
@@ -136,10 +226,25 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
             return Err(keys.unsupported(key, v, differ));
         }
     }
-    for (key, default) in [("rope.scaling.yarn_beta_fast", 32.0), ("rope.scaling.yarn_beta_slow", 1.0)] {
+    let betas = [
+        ("rope.scaling.yarn_beta_fast", 32.0),
+        ("rope.scaling.yarn_beta_slow", 1.0),
+        ("rope.scaling.yarn_log_multiplier", 0.0),
+    ];
+    for (key, default) in betas.into_iter().filter(|_| !arch.yarn_keys) {
         if let Some(v) = keys.f32(key)?.filter(|v| *v != default) {
             return Err(keys.unsupported(key, v, differ));
         }
+    }
+    // Multi-token prediction adds layers of another kind behind the ones that count.
+    if let Some(n) = keys.u32("nextn_predict_layers")?.filter(|n| *n > 0) {
+        return Err(keys.unsupported("nextn_predict_layers", n, "layers of multi-token prediction are not built yet"));
+    }
+    if let Some(n) = keys.u32("num_loops")?.filter(|n| *n > 1) {
+        return Err(keys.unsupported("num_loops", n, "layers that are gone through several times are not built yet"));
+    }
+    if let Some(v) = keys.f32("rope.scaling.alpha")?.filter(|v| *v != 0.0) {
+        return Err(keys.unsupported("rope.scaling.alpha", v, "builds differ in whether they read it"));
     }
     Ok(())
 }

@@ -7,7 +7,11 @@ use crate::Error;
 pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Error> {
     let Common { keys, arch, n_layer, .. } = common;
     let Some(rule) = arch.window else { return Ok(None) };
-    let Some(window) = keys.u32("attention.sliding_window")?.filter(|w| *w > 0) else { return Ok(None) };
+    if rule.only_at_layers.is_some_and(|n| n != *n_layer) {
+        return Ok(None);
+    }
+    let window = keys.u32("attention.sliding_window")?.or(rule.default);
+    let Some(window) = window.filter(|w| *w > 0) else { return Ok(None) };
     let key = "attention.sliding_window_pattern";
     let pattern = keys.gguf.get(&keys.name(key));
     let layers = match pattern {

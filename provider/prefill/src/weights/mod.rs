@@ -2,10 +2,11 @@
 //! is a reason to refuse the file: it would have changed the result.
 
 use crate::Error;
-use crate::arch::Presence;
+use crate::arch::{NormKind, Presence};
 use crate::layer::LayerWeights;
 use crate::spec::Spec;
 use gguf::{GgmlType, Gguf, Tensor};
+use npu_kernels::host::rowops;
 use npu_kernels::{WeightType, WeightView};
 use std::collections::HashSet;
 
@@ -29,11 +30,32 @@ impl<'g> Linear<'g> {
     }
 }
 
-/// A norm of a row.
-#[derive(Clone, Debug)]
+/// A norm of a row, or of parts of it.
+#[derive(Clone, Default, Debug)]
 pub struct Norm {
-    /// Multiplies the normed row.
-    pub weight: Vec<f32>,
+    /// Multiplies what was normed.
+    pub weight: Option<Vec<f32>>,
+    /// Is added then.
+    pub bias: Option<Vec<f32>>,
+}
+
+impl Norm {
+    /// Norms `x` into `out`, which is as long.
+    #[inline(always)]
+    pub(crate) fn apply(&self, kind: NormKind, eps: f32, x: &[f32], out: &mut [f32]) {
+        self.apply_part(0, kind, eps, x, out);
+    }
+
+    /// The same with the weights from `from` on.
+    #[inline(always)]
+    pub(crate) fn apply_part(&self, from: usize, kind: NormKind, eps: f32, x: &[f32], out: &mut [f32]) {
+        let [weight, bias] = [&self.weight, &self.bias].map(|v| v.as_ref().map(|v| &v[from..][..x.len()]));
+        match (kind, weight) {
+            (NormKind::Rms, Some(weight)) => rowops::rms_norm(x, weight, eps, out),
+            (NormKind::Rms, None) => rowops::rms_norm_plain(x, eps, out),
+            (NormKind::Layer, weight) => rowops::layer_norm(x, weight, bias, eps, out),
+        }
+    }
 }
 
 /// All tensors that a prefill uses.
@@ -41,6 +63,10 @@ pub struct Norm {
 pub struct Weights<'g> {
     /// The embedding matrix, one row per token.
     pub token_embd: Tensor<'g>,
+    /// One row per position, added to the embeddings.
+    pub positions: Option<Tensor<'g>>,
+    /// A norm of the embeddings.
+    pub norm: Option<Norm>,
     /// Per layer.
     pub layers: Vec<LayerWeights<'g>>,
 }
@@ -77,6 +103,7 @@ fn supported_types() -> String {
 pub(crate) struct Loader<'g> {
     gguf: &'g Gguf,
     used: HashSet<&'g str>,
+    norm_kind: NormKind,
 }
 
 impl<'g> Loader<'g> {
@@ -106,12 +133,7 @@ impl<'g> Loader<'g> {
         };
         self.used.insert(tensor.name);
         check_shape(&tensor, shape)?;
-        let values = tensor.to_f32()?;
-        if let Some(i) = values.iter().position(|v| !v.is_finite()) {
-            let found = format!("{} at {i}", values[i]);
-            return Err(Error::Tensor { name: name.into(), found, wanted: "finite values".into() });
-        }
-        Ok(Some(values))
+        finite(name, tensor.to_f32()?).map(Some)
     }
 
     /// A matrix of `n` outputs of `k` inputs.
@@ -140,15 +162,81 @@ impl<'g> Loader<'g> {
         Ok(Linear { weight, bias: self.vector(&format!("{stem}.bias"), n, bias)? })
     }
 
+    /// The vectors of positions.
+    fn positions(&mut self, spec: &Spec) -> Result<Option<Tensor<'g>>, Error> {
+        let (name, shape) = ("position_embd.weight", [spec.n_embd, spec.n_ctx_train as usize]);
+        let tensor = match spec.arch.positions {
+            Presence::Never => None,
+            Presence::Optional => self.find(name),
+            Presence::Required => Some(self.find(name).ok_or_else(|| missing(name, &shape))?),
+        };
+        if let Some(t) = &tensor {
+            check_shape(t, &shape)?;
+        }
+        Ok(tensor)
+    }
+
     /// A norm that must be there.
     pub fn norm(&mut self, stem: &str, n: usize) -> Result<Norm, Error> {
         let norm = self.maybe_norm(stem, n, Presence::Required)?;
         Ok(norm.expect("the loader returns what is required or an error"))
     }
 
+    /// A norm after a half of a layer. One architecture's files name it without `.weight`.
+    pub fn post_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
+        if self.has(stem) && presence != Presence::Never {
+            return Ok(self.vector(stem, n, presence)?.map(|weight| Norm { weight: Some(weight), bias: None }));
+        }
+        self.maybe_norm(stem, n, presence)
+    }
+
     /// A norm.
     pub fn maybe_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
-        Ok(self.vector(&format!("{stem}.weight"), n, presence)?.map(|weight| Norm { weight }))
+        let Some(weight) = self.vector(&format!("{stem}.weight"), n, presence)? else { return Ok(None) };
+        let bias = match self.norm_kind {
+            NormKind::Rms => None,
+            NormKind::Layer => self.vector(&format!("{stem}.bias"), n, Presence::Optional)?,
+        };
+        Ok(Some(Norm { weight: Some(weight), bias }))
+    }
+}
+
+impl Loader<'_> {
+    /// The norm of query or key heads: `n` weights, a row of them or one for each head of `head` channels. Biases as the
+    /// weights, where the file has some.
+    pub fn head_norm(&mut self, stem: &str, head: usize, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
+        let Some(weight) = self.head_vector(&format!("{stem}.weight"), head, n, presence)? else { return Ok(None) };
+        let bias = self.head_vector(&format!("{stem}.bias"), head, n, Presence::Optional)?;
+        Ok(Some(Norm { weight: Some(weight), bias }))
+    }
+
+    fn head_vector(
+        &mut self,
+        name: &str,
+        head: usize,
+        n: usize,
+        presence: Presence,
+    ) -> Result<Option<Vec<f32>>, Error> {
+        let Some(t) = self.gguf.tensor(name).filter(|_| presence != Presence::Never) else {
+            return self.vector(name, n, presence);
+        };
+        if n == head || t.n_dims != 2 {
+            return self.vector(name, n, presence);
+        }
+        check_shape(&t, &[head, n / head])?;
+        self.used.insert(t.name);
+        finite(name, t.to_f32()?).map(Some)
+    }
+}
+
+fn finite(name: &str, values: Vec<f32>) -> Result<Vec<f32>, Error> {
+    match values.iter().position(|v| !v.is_finite()) {
+        None => Ok(values),
+        Some(i) => Err(Error::Tensor {
+            name: name.into(),
+            found: format!("{} at {i}", values[i]),
+            wanted: "finite values".into(),
+        }),
     }
 }
 
@@ -188,13 +276,17 @@ impl<'g> Weights<'g> {
     /// [`Error::Tensor`] for a missing or misshapen tensor, [`Error::Unsupported`] for a weight type that is not built
     /// and for a tensor that is not known.
     pub fn load(gguf: &'g Gguf, spec: &Spec) -> Result<Weights<'g>, Error> {
-        let mut loader = Loader { gguf, used: HashSet::new() };
+        let mut loader = Loader { gguf, used: HashSet::new(), norm_kind: spec.arch.norm };
         // Read or skipped by name: the output side is never computed; rope factors are in the spec.
-        for name in ["output_norm.weight", "output.weight", "output.bias"] {
+        for name in ["output_norm.weight", "output_norm.bias", "output.weight", "output.bias"] {
             loader.find(name);
         }
         if spec.arch.rope_factors {
             loader.find("rope_freqs.weight");
+        }
+        if spec.arch.long_factors {
+            loader.find("rope_factors_short.weight");
+            loader.find("rope_factors_long.weight");
         }
         let n_vocab = spec.n_vocab as usize;
         let token_embd = loader.find("token_embd.weight").ok_or_else(|| missing("token_embd.weight", &[]))?;
@@ -205,6 +297,8 @@ impl<'g> Weights<'g> {
                 hint: format!("supported are {}", supported_types()),
             });
         }
+        let positions = loader.positions(spec)?;
+        let norm = if spec.arch.embedding_norm { Some(loader.norm("token_embd_norm", spec.n_embd)?) } else { None };
         let layers = (0..spec.layers.len())
             .map(|i| LayerWeights::load(&mut loader, spec, &spec.layers[i], i))
             .collect::<Result<Vec<_>, _>>()?;
@@ -214,7 +308,7 @@ impl<'g> Weights<'g> {
                 hint: "its part in the computation is not known, and leaving it out would give a wrong cache".into(),
             });
         }
-        Ok(Weights { token_embd, layers })
+        Ok(Weights { token_embd, positions, norm, layers })
     }
 
     /// The distinct weight types that meet the normed residual stream.

@@ -159,3 +159,103 @@ fn a_missing_output_matrix_is_no_matter_and_head_size_may_be_explicit() {
     assert_eq!(model.spec().layers[0].mixer.attention().unwrap().head_k, 32);
     assert!(gguf.tensor("output.weight").is_none());
 }
+
+/// What the keys of single families may not say: (architecture, key or tensor, the change).
+#[test]
+fn one_wrong_number_of_a_family_is_refused_with_its_name() {
+    type Change = fn(&mut gguf::write::Writer);
+    let table: &[(&'static str, &str, Change)] = &[
+        ("gpt2", "gpt2.attention.layer_norm_epsilon", |_| {}),
+        ("gpt2", "position_embd.weight", |w| {
+            w.f32("gpt2.attention.layer_norm_epsilon", 1e-5);
+        }),
+        ("gpt2", "position_embd.weight", |w| {
+            w.f32("gpt2.attention.layer_norm_epsilon", 1e-5);
+            w.tensor_f32("position_embd.weight", &[64, 7], &[0.0; 64 * 7]).unwrap();
+        }),
+        ("gptneox", "gptneox.use_parallel_residual", |w| {
+            w.f32("gptneox.attention.layer_norm_epsilon", 1e-5);
+        }),
+        ("qwen2vl", "qwen2vl.rope.dimension_sections", |_| {}),
+        ("qwen2vl", "qwen2vl.rope.dimension_sections", |w| {
+            w.array_i32("qwen2vl.rope.dimension_sections", &[4, 4]);
+        }),
+        ("qwen2vl", "qwen2vl.rope.dimension_sections", |w| {
+            w.array_i32("qwen2vl.rope.dimension_sections", &[0, 0, 0, 0]);
+        }),
+        ("qwen3vl", "qwen3vl.rope.dimension_sections", |w| {
+            w.array_i32("qwen3vl.rope.dimension_sections", &[4, -4, 4, 0]);
+        }),
+        ("gemma2", "gemma2.attn_logit_softcapping", |w| {
+            w.f32("gemma2.attn_logit_softcapping", -50.0);
+        }),
+        ("olmo2", "olmo2.attention.sliding_window_pattern", |w| {
+            w.u32("olmo2.attention.sliding_window", 8);
+            w.array_bool("olmo2.attention.sliding_window_pattern", &[true]);
+        }),
+        ("mpt", "mpt.attention.max_alibi_bias", |w| {
+            w.f32("mpt.attention.layer_norm_epsilon", 1e-5).f32("mpt.attention.max_alibi_bias", -8.0);
+        }),
+        ("mistral3", "mistral3.rope.scaling.original_context_length", |w| {
+            w.f32("mistral3.attention.temperature_scale", 0.1);
+            w.u32("mistral3.rope.scaling.original_context_length", 0);
+        }),
+        ("apertus", "xielu.alpha_n", |_| {}),
+        ("apertus", "xielu.alpha_n", |w| {
+            w.array_f32("xielu.alpha_n", &[0.5, 0.5]);
+        }),
+        ("phi3", "rope_factors_long.weight", |w| {
+            w.tensor_f32("rope_factors_short.weight", &[8], &[1.0; 8]).unwrap();
+        }),
+        ("phi3", "rope_factors_long.weight", |w| {
+            w.tensor_f32("rope_factors_short.weight", &[8], &[1.0; 8]).unwrap();
+            w.tensor_f32("rope_factors_long.weight", &[4], &[1.0; 4]).unwrap();
+        }),
+        ("phi3", "rope_factors_short.weight", |w| {
+            w.tensor_f32("rope_factors_short.weight", &[8], &[0.0; 8]).unwrap();
+        }),
+        ("granite", "granite.residual_scale", |w| {
+            w.f32("granite.residual_scale", f32::NAN);
+        }),
+        ("qwen", "qwen.feed_forward_length", |w| {
+            w.u32("qwen.feed_forward_length", 97);
+        }),
+        ("exaone4", "exaone4.nextn_predict_layers", |w| {
+            w.u32("exaone4.nextn_predict_layers", 1);
+        }),
+        ("nanbeige", "nanbeige.num_loops", |w| {
+            w.u32("nanbeige.num_loops", 2);
+        }),
+        ("stablelm", "blk.0.attn_q_norm.weight", |w| {
+            w.f32("stablelm.attention.layer_norm_epsilon", 1e-5);
+            w.tensor_f32("blk.0.attn_q_norm.weight", &[16, 3], &[1.0; 48]).unwrap();
+        }),
+    ];
+    for (arch, what, change) in table {
+        let message = refusal(arch, change);
+        assert!(message.contains(what) && message.lines().count() == 1, "{arch}, {what}: {message}");
+    }
+}
+
+#[test]
+fn rotations_that_depend_on_the_context_ask_for_it() {
+    use prefill::CacheParams;
+    // Phi-3's matrices, made of llama's.
+    let gguf = crate::tiny::open(&crate::run::phi3(&tiny("llama").writer()));
+    let model = Model::load(&gguf).unwrap();
+    let params = |n_ctx| CacheParams {
+        type_k: kvlayout::CacheType::F16,
+        type_v: kvlayout::CacheType::F16,
+        v_trans: false,
+        swa_full: false,
+        n_stream: 1,
+        n_ctx,
+    };
+    let message = model.kv_spec(&params(None)).unwrap_err().to_string();
+    assert!(message.contains("context size") && message.contains("-c"), "{message}");
+    assert!(model.kv_spec(&params(Some(4096))).is_ok());
+    let factors = &model.spec().ropes[0].factors;
+    assert_eq!(factors.of(Some(512)).unwrap(), Some(&[1.0; 8][..]));
+    // 513 cells are 768 for the decoder.
+    assert_eq!(factors.of(Some(513)).unwrap(), Some(&[2.0; 8][..]));
+}

@@ -252,3 +252,30 @@ fn the_plan_prices_what_a_model_costs() {
     assert_eq!(plan.flops(), 20 * 2 * (2 * layer + 64 * 32 * 2) + 2 * attention);
     assert!(plan.to_string().lines().count() == plan.commands().count() + 1);
 }
+
+/// A model of architecture phi3 with factors for two context sizes, from one of llama's.
+pub fn phi3(w: &gguf::write::Writer) -> gguf::write::Writer {
+    let all = crate::tiny::open(w);
+    let mut out = gguf::write::Writer::new("phi3");
+    for (key, value) in all.keys() {
+        let key = key.replace("llama.", "phi3.");
+        match value {
+            gguf::Value::U32(v) => out.u32(&key, v),
+            gguf::Value::F32(v) => out.f32(&key, v),
+            _ => continue,
+        };
+    }
+    out.u32("phi3.rope.scaling.original_context_length", 512);
+    for t in all.tensors().filter(|t| !t.name.contains("ffn_gate") && !t.name.contains("ffn_up")) {
+        out.tensor(t.name, t.ty, t.shape(), t.data.to_vec()).unwrap();
+    }
+    for i in 0..3 {
+        let parts = ["ffn_gate", "ffn_up"].map(|n| all.tensor(&format!("blk.{i}.{n}.weight")).unwrap());
+        let bytes = parts.iter().flat_map(|p| p.data.iter().copied()).collect();
+        let ne = [parts[0].ne[0], 2 * parts[0].ne[1]];
+        out.tensor(&format!("blk.{i}.ffn_up.weight"), F32, &ne, bytes).unwrap();
+    }
+    out.tensor_f32("rope_factors_short.weight", &[8], &[1.0; 8]).unwrap();
+    out.tensor_f32("rope_factors_long.weight", &[8], &[2.0; 8]).unwrap();
+    out
+}
