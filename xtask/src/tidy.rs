@@ -86,6 +86,7 @@ pub const PROVED: &[Proved] = &[
     proved("claims", "provider/gguf/tests/", "large_claims_are_cheap"),
     proved("chunks", "provider/prefill/tests/", "threads_and_chunks_change_no_bit_without_a_window"),
     proved("oracle", "npu-kernels/tests/", "products_agree_with_the_oracle_for_every_type_and_awkward_shapes"),
+    proved("proved", "provider/src/", "every_architecture_is_proved_on_the_newest_server"),
     proved("hostile", "conformance/src/", "every_hostile_file_is_flagged"),
     proved("sharp", "conformance/tests/", "every_deliberate_mistake_is_caught"),
     proved("streams", "tests/", "closed_streams_change_nothing"),
