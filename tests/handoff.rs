@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Ran, Scene, check_state, program};
+use common::{Ran, Scene, check_state, model_of_heads, program};
 use kvlayout::{CacheType, Section, State, StateVersion, TokenForm};
 
 fn stream(state: &State) -> &kvlayout::Stream {
@@ -37,6 +37,52 @@ fn a_whole_state_and_one_line() {
     }
     assert!(ran.stderr.contains("state version 3: assumed"), "{ran:?}");
     assert_eq!(scene.left(), ["state.bin"]);
+}
+
+/// Heads of 64 channels, whose quantised rows servers rotate: version 4 says so in the file, for the others somebody has to.
+#[test]
+fn quantised_caches_and_their_rotation() {
+    let scene = Scene::new(20);
+    std::fs::write(&scene.model, model_of_heads(2, 1, 1, |_| ()).finish()).unwrap();
+    let types = ["-ctk", "q8_0", "-ctv", "q4_0"];
+    let run = |more: &[&str]| scene.run(&[&types, more].concat());
+    let receipt = run(&["--state-version", "4"]).receipt();
+    assert_eq!((&receipt["cache_type_k"], &receipt["cache_type_v"]), (&"q8_0".into(), &"q4_0".into()));
+    let rotated = scene.state();
+    let s = stream(&rotated);
+    assert_eq!((s.n_rot, s.k[0].ty, s.v[1].ty), (Some((64, 64)), CacheType::Q8_0, CacheType::Q4_0));
+    run(&["--state-version", "4", "--attn-rot", "off"]).receipt();
+    let plain = scene.state();
+    assert_eq!(stream(&plain).n_rot, Some((0, 0)));
+    // The same rows but for what 8 and 4 bits leave out; without the rotation back they are far apart.
+    for e in kvlayout::compare::numeric(&plain, &rotated).unwrap() {
+        assert!(e.rel_l2 > 1e-4 && e.rel_l2 < if e.part == kvlayout::Part::K { 0.02 } else { 0.15 }, "{e:?}");
+    }
+    std::fs::remove_file(&scene.out).unwrap();
+    for version in ["2", "3"] {
+        run(&["--state-version", version]).failed(76, "whether the decoder rotates such rows");
+        assert_eq!(scene.left(), [""; 0]);
+    }
+    let same_as = |ran: Ran, want: &State| {
+        ran.receipt();
+        assert!(kvlayout::compare::numeric(want, &scene.state()).unwrap().iter().all(|e| e.equal == e.values));
+    };
+    same_as(run(&["--state-version", "3", "--attn-rot", "on"]), &rotated);
+    let with = |name: &str, value: &str| {
+        let mut c = scene.command();
+        Ran::from(c.args(types).args(["--state-version", "2"]).env(name, value).output().unwrap())
+    };
+    same_as(with("NPU_PREFILL_ATTN_ROT", "on"), &rotated);
+    same_as(with("LLAMA_ATTN_ROT_DISABLE", "1"), &plain);
+    with("LLAMA_ATTN_ROT_DISABLE", "0").failed(76, "--attn-rot");
+    let config = scene.path("config.toml");
+    std::fs::write(&config, "attn_rot = true\n").unwrap();
+    same_as(run(&["--state-version", "2", "--config", config.to_str().unwrap()]), &rotated);
+    // Values in blocks have no transposed form; keys are rows all the same.
+    std::fs::remove_file(&scene.out).unwrap();
+    run(&["--state-version", "4", "-fa", "off"]).failed(76, "V cache type q4_0 with flash attention off");
+    scene.run(&["-ctk", "q5_1", "-fa", "off", "--state-version", "4"]).receipt();
+    assert_eq!(stream(&scene.state()).n_rot, Some((64, 0)));
 }
 
 #[test]

@@ -90,7 +90,15 @@ fn by_design(model: &Model<'_>, spec: &KvSpec) -> [u64; 3] {
 
 fn f16_cache(model: &Model<'_>) -> KvSpec {
     let ty = CacheType::F16;
-    let cache = CacheParams { type_k: ty, type_v: ty, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None };
+    let cache = CacheParams {
+        type_k: ty,
+        type_v: ty,
+        v_trans: false,
+        swa_full: true,
+        n_stream: 1,
+        n_ctx: None,
+        attn_rot: true,
+    };
     model.kv_spec(&cache).unwrap()
 }
 

@@ -37,7 +37,7 @@ struct Decoder {
 
 fn spec(n_layer: u32, ty: CacheType) -> KvSpec {
     let layers = (0..n_layer).map(|layer| LayerKv { layer, n_embd_k: 32, n_embd_v: 32 }).collect();
-    let sections = vec![KvSection { layers, window: None }];
+    let sections = vec![KvSection { layers, window: None, n_rot: (0, 0) }];
     let (v_trans, cell_ext, swa_full) = (false, false, false);
     KvSpec { sections, recurrent: None, type_k: ty, type_v: ty, v_trans, cell_ext, swa_full, n_stream: 1 }
 }
@@ -716,7 +716,7 @@ fn what_this_program_was_told_and_the_header_says_otherwise() {
     decoder.refuses(&scene, &["-ctv", "f32"], 76, "V cache: the header says f16, this program would write f32");
     decoder.refuses(&scene, &["-fa", "off"], 76, "the header says flash_attn on, this program was told off");
     decoder.refuses(&scene, &["--n-stream", "2"], 76, "2 streams");
-    decoder.refuses(&scene, &["-ctk", "q8_0"], 69, "q8_0");
+    decoder.refuses(&scene, &["-ctk", "q8_0"], 69, "a K cache of q8_0");
     let (mut c, _fds) = decoder.command(&scene);
     c.env("LLAMA_ARG_CTX_SIZE", "256").env("LLAMA_ARG_CACHE_TYPE_K", "f16");
     Ran::from(c.output().unwrap()).failed(76, "512");

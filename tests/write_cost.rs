@@ -75,7 +75,15 @@ fn write_cost() {
     let gguf = Gguf::open(&path).unwrap();
     let model = Model::load(&gguf).unwrap();
     let ty = CacheType::F16;
-    let cache = CacheParams { type_k: ty, type_v: ty, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None };
+    let cache = CacheParams {
+        type_k: ty,
+        type_v: ty,
+        v_trans: false,
+        swa_full: true,
+        n_stream: 1,
+        n_ctx: None,
+        attn_rot: true,
+    };
     let spec = model.kv_spec(&cache).unwrap();
     let options = Options::default();
     println!("tokens      MB  prefill ms | shared ms  file ms | copy of pieces ms  of all ms | copy/shared");

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use kvlayout::compare::{self, LayerError};
 use kvlayout::faults::{self, Expect};
-use kvlayout::{KvSpec, Part, Section, State, StateVersion};
+use kvlayout::{CacheType, KvSpec, Part, Section, State, StateVersion};
 use serde::Serialize;
 
 use crate::shape::{Shape, Weights};
@@ -67,6 +67,15 @@ fn like(state: &State, server: &State) -> State {
         }
     }
     out
+}
+
+/// Says of a state how its rows are rotated, where its version does not: so that it can be compared with one of another cache.
+pub fn tell_rotation(state: &mut State, spec: &KvSpec) {
+    for (section, want) in state.sections.iter_mut().zip(&spec.sections) {
+        if let Section::Kv(kv) = section {
+            kv.streams.iter_mut().for_each(|s| s.n_rot = s.n_rot.or(Some(want.n_rot)));
+        }
+    }
 }
 
 /// Distances of one prompt's states, reduced to what limits are about.
@@ -173,12 +182,13 @@ impl Measure {
     }
 }
 
-/// Holds distances against the limits for a model's weights. `noise` is the worst the server is away from itself.
-pub fn judge(d: &Distances, weights: Weights, bf16_cache: bool, noise: &Distances) -> Vec<Measure> {
+/// Holds distances against the limits for a model's weights and the cache's types. `noise` is the worst the server is away from itself.
+pub fn judge(d: &Distances, weights: Weights, cache: [CacheType; 2], noise: &Distances) -> Vec<Measure> {
     let mut out = Vec::new();
     let mut put = |what: String, value: f64, limit: f64| out.push(Measure { what, value, limit });
-    let widen = if bf16_cache { tol::BF16_CACHE } else { 1.0 };
-    match tol::absolute(weights) {
+    let widen = if cache.contains(&CacheType::Bf16) { tol::BF16_CACHE } else { 1.0 };
+    let quantised = cache.map(CacheType::is_quantised);
+    match tol::absolute(weights).filter(|_| quantised == [false; 2]) {
         Some(t) => {
             for (i, part) in ["K", "V"].iter().enumerate() {
                 put(format!("layer 0 {part}"), d.layer0[i], t.layer0[i] * widen);
@@ -189,9 +199,16 @@ pub fn judge(d: &Distances, weights: Weights, bf16_cache: bool, noise: &Distance
         }
         None => {
             let against = |noise: f64, floor: f64| tol::NOISE * noise.max(floor);
+            let exact = weights != Weights::Quantised;
             for (i, part) in ["K", "V"].iter().enumerate() {
-                put(format!("layer 0 {part}"), d.layer0[i], tol::QUANTISED_LAYER0[i] * widen);
-                put(format!("worst row of layer 0 {part}"), d.row0[i], tol::QUANTISED_ROW0 * widen);
+                let codes = if exact { tol::OTHER_CODES_EXACT } else { tol::OTHER_CODES };
+                let (layer0, row0) = if quantised[i] {
+                    (codes * noise.layer0[i], tol::OTHER_CODES_ROW * noise.row0[i])
+                } else {
+                    (tol::QUANTISED_LAYER0[i] * widen, tol::QUANTISED_ROW0 * widen)
+                };
+                put(format!("layer 0 {part}"), d.layer0[i], layer0);
+                put(format!("worst row of layer 0 {part}"), d.row0[i], row0);
                 put(format!("mean of layers {part}"), d.mean[i], against(noise.mean[i], tol::NOISE_FLOOR));
                 put(format!("worst layer {part}"), d.layer[i], against(noise.layer[i], tol::NOISE_FLOOR));
                 put(format!("worst row {part}"), d.row[i], against(noise.row[i], 4.0 * tol::NOISE_FLOOR));

@@ -46,7 +46,7 @@ pub fn tokens() -> Vec<i32> {
 pub fn spec() -> KvSpec {
     let layers = (0..3).map(|layer| LayerKv { layer, n_embd_k: 64, n_embd_v: 64 }).collect();
     KvSpec {
-        sections: vec![KvSection { layers, window: None }],
+        sections: vec![KvSection { layers, window: None, n_rot: (0, 0) }],
         recurrent: None,
         type_k: CacheType::F16,
         type_v: CacheType::F16,

@@ -22,6 +22,8 @@ pub struct Probe {
     pub type_v: CacheType,
     /// Flash attention.
     pub flash_attn: bool,
+    /// Whether the rows of quantised caches are rotated; `None` where the file does not say and nothing else did.
+    pub attn_rot: Option<bool>,
     /// Context per slot.
     pub n_ctx: u32,
     /// Streams of its cache.
@@ -70,6 +72,7 @@ impl Probe {
             type_k: k.ty,
             type_v: v.ty,
             flash_attn: !stream.v_trans,
+            attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || v.ty.is_quantised()).map(|n| n != (0, 0)),
             n_ctx,
             n_stream: u32::try_from(kv.streams.len())?,
         })
@@ -77,10 +80,11 @@ impl Probe {
 
     /// The provider's configuration.
     pub fn to_toml(&self, url: &str) -> String {
+        let attn_rot = self.attn_rot.map_or(String::new(), |on| format!("attn_rot = {on}\n"));
         format!(
             "# Written by `conformance pin probe` from the server at {url}.\n# Whether it runs with --swa-full cannot be seen from \
              outside: add `swa_full = true` if it does.\nstate_version = {}\ncache_type_k = \"{}\"\ncache_type_v = \"{}\"\n\
-             flash_attn = {}\nn_ctx = {}\nn_stream = {}\n",
+             flash_attn = {}\n{attn_rot}n_ctx = {}\nn_stream = {}\n",
             self.version.number(),
             self.type_k,
             self.type_v,

@@ -118,6 +118,10 @@ impl Producer for Provider {
         c.args(["--cache-type-k", job.cache.type_k.name(), "--cache-type-v", job.cache.type_v.name()]);
         c.args(["--flash-attn", if job.cache.flash_attn { "on" } else { "off" }]);
         c.args(["--n-stream", &job.cache.n_stream.to_string()]);
+        // Version 4 says it in the file, and a server refuses another's; for the rest it is told.
+        if job.version < StateVersion::V4 && (job.cache.type_k.is_quantised() || job.cache.type_v.is_quantised()) {
+            c.args(["--attn-rot", "on"]);
+        }
         if job.cache.swa_full {
             c.arg("--swa-full");
         }
@@ -226,7 +230,7 @@ impl Producer for OracleProducer {
         if bytes > ORACLE_LIMIT {
             return Ok(Produced::Skipped(format!("a model of {} MB is too large for the oracle", bytes >> 20)));
         }
-        if [job.cache.type_k, job.cache.type_v].iter().any(|t| !CacheType::is_supported(*t)) {
+        if [job.cache.type_k, job.cache.type_v].iter().any(|t| CacheType::is_quantised(*t)) {
             return Ok(Produced::Skipped("the oracle writes f32, f16 and bf16 caches only".into()));
         }
         if self.loaded.as_ref().is_none_or(|(path, ..)| path != job.model) {

@@ -3,7 +3,8 @@
 //! Per case four servers run, one after the other so that memory stays bounded:
 //! - `a`, with the usual batch: prefills every prompt but its last id and saves (the reference), then gets the whole prompt (the
 //!   control), then everything again from nothing (cold);
-//! - `c`, with batches of 32, and `d`, with flash attention the other way round: the same prefills, which is the noise;
+//! - `c`, with batches of 32, and `d`, with flash attention the other way round, or with an f16 cache where the case has a
+//!   quantised one: the same prefills, which is the noise;
 //! - `b`, fresh, with the usual store of prompts: restores what the producer made, and replies.
 
 use std::collections::BTreeMap;
@@ -283,17 +284,25 @@ impl<'a> Runner<'a> {
         Ok(server)
     }
 
-    fn run(&mut self) -> Result<CaseReport> {
-        let mut references = self.references()?;
-        let version = self.version(&references)?;
-        self.noise(&mut references)?;
-        let cache = CacheOptions {
+    fn cache(&self) -> CacheOptions {
+        CacheOptions {
             type_k: self.case.type_k,
             type_v: self.case.type_v,
             flash_attn: self.case.flash_attn,
             swa_full: self.case.swa_full,
             n_stream: self.case.n_parallel,
-        };
+        }
+    }
+
+    fn quantised(&self) -> bool {
+        self.case.type_k.is_quantised() || self.case.type_v.is_quantised()
+    }
+
+    fn run(&mut self) -> Result<CaseReport> {
+        let mut references = self.references()?;
+        let version = self.version(&references)?;
+        self.noise(&mut references)?;
+        let cache = self.cache();
         let mut producer = self.context.producer.make();
         let slots = self.dir.0.join("b");
         fs::create_dir_all(&slots).with_context(|| format!("creating {}", slots.display()))?;
@@ -363,8 +372,7 @@ impl<'a> Runner<'a> {
             {
                 Ok((d, _)) => {
                     p.distances = d;
-                    let bf16 = [self.case.type_k, self.case.type_v].contains(&CacheType::Bf16);
-                    p.failed = check::judge(&d, self.shape.weights, bf16, &worst_noise);
+                    p.failed = check::judge(&d, self.shape.weights, [self.case.type_k, self.case.type_v], &worst_noise);
                     p.failed.retain(|m| !m.passes());
                 }
                 Err(e) => report.reasons.push(format!("{}: {e:#}", r.name)),
@@ -492,7 +500,14 @@ impl<'a> Runner<'a> {
         }
         drop(server);
         let all_long = references.iter().all(|r| r.ids.len() > LONG);
-        let mut server = self.start("d", |o| o.flash_attn = !o.flash_attn)?;
+        let mut server = self.start("d", |o| {
+            if self.quantised() {
+                // There is no other attention for a quantised V; what quantising does is the yardstick (see `tolerances`).
+                (o.type_k, o.type_v) = (CacheType::F16, CacheType::F16);
+            } else {
+                o.flash_attn = !o.flash_attn;
+            }
+        })?;
         // The yardstick is the worst of all prompts; the longest are the dearest here, and not the noisiest.
         for r in references.iter_mut().filter(|r| all_long || r.ids.len() <= LONG) {
             let variant = self.variant(&server, r);
@@ -511,11 +526,16 @@ impl<'a> Runner<'a> {
         let name = format!("{}.bin", r.name);
         client.save(0, &name)?;
         let path = server.options.slots.join(&name);
-        let read = |p: &Path| -> Result<State> {
+        let read = |p: &Path, [type_k, type_v]: [CacheType; 2]| -> Result<State> {
             let bytes = fs::read(p).with_context(|| format!("reading {}", p.display()))?;
-            Ok(State::parse(&bytes)?)
+            let mut state = State::parse(&bytes)?;
+            let cache = CacheOptions { type_k, type_v, ..self.cache() };
+            check::tell_rotation(&mut state, &self.shape.kv_spec(&cache));
+            Ok(state)
         };
-        let (d, _) = check::distances(&read(&r.file)?, &read(&path)?, &self.shape)?;
+        let reference = read(&r.file, [self.case.type_k, self.case.type_v])?;
+        let variant = read(&path, [server.options.type_k, server.options.type_v])?;
+        let (d, _) = check::distances(&reference, &variant, &self.shape)?;
         fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
         let ask = self.ask(&r.ids);
         let reply = behaviour::compare(&r.control, &client.complete(&ask, until_departure(&r.control))?);

@@ -149,9 +149,14 @@ impl Shape {
         };
         let pick =
             |sliding: bool| (0..self.sliding.len()).filter(|&il| self.sliding[il] == sliding).map(layer).collect();
-        let mut sections = vec![KvSection { layers: pick(false), window: None }];
+        // By llama.cpp's rule: keys in the largest power of two times 64 that divides a head, values in 64, quantised caches only.
+        let widest = |head: usize| (6..16).map(|i| 1 << i).take_while(|n| head.is_multiple_of(*n)).last().unwrap_or(0);
+        let keys = if o.type_k.is_quantised() { widest(self.head_k) } else { 0 };
+        let values = if o.type_v.is_quantised() { widest(self.head_v).min(64) } else { 0 };
+        let n_rot = (keys as u32, values as u32);
+        let mut sections = vec![KvSection { layers: pick(false), window: None, n_rot }];
         if let Some(window) = self.window {
-            sections.push(KvSection { layers: pick(true), window: Some(window as u32) });
+            sections.push(KvSection { layers: pick(true), window: Some(window as u32), n_rot });
         }
         KvSpec {
             sections,

@@ -79,8 +79,11 @@ impl SharedProvider {
         let mut serve = Serve::new(&self.file.path);
         let config = out.with_extension("config");
         fs::write(&config, "").with_context(|| format!("writing {}", config.display()))?;
-        // What the decoder is like, the header says; nothing else is told.
+        // What the decoder is like, the header says; nothing else is told but that it rotates what is quantised.
         serve.options = vec!["--config".into(), config.into(), "-t".into(), self.file.threads.to_string().into()];
+        if job.cache.type_k.is_quantised() || job.cache.type_v.is_quantised() {
+            serve.options.extend(["--attn-rot".into(), "on".into()]);
+        }
         if let Some(chunk) = job.chunk {
             serve.options.extend(["--chunk".into(), chunk.to_string().into()]);
         }

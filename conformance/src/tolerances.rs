@@ -44,7 +44,24 @@ pub const QUANTISED_ROW0: f64 = 1e-2;
 /// left and right of a step are stored eight times as far apart.
 pub const BF16_CACHE: f64 = 8.0;
 
-/// How much farther from the server than the server from itself a result may be.
+/// Layer 0 of a quantised cache, as a share of what quantising itself does to it (its distance from the same server's f16 cache,
+/// which the harness measures). Equal values give equal codes; values that differ in their last bit give another code where they
+/// lie at an edge. A code is a step, and a share p of them is sqrt(12 p) of the distance: this is one code in a thousand. Measured on
+/// f32 weights: 0 for all types without RoPE's last bit (V, and K of gemma3), 0.05 at most with it.
+pub const OTHER_CODES_EXACT: f64 = 0.11;
+
+/// The same where weights are quantised too, whose layer 0 may be [`QUANTISED_LAYER0`] away before it is put into codes:
+/// one code in fifty.
+pub const OTHER_CODES: f64 = 0.5;
+
+/// Any single row of layer 0 of a quantised cache, on the same scale. A row has few blocks: one in which the largest value lies at an
+/// edge of the scale's f16 gets other codes throughout.
+pub const OTHER_CODES_ROW: f64 = 1.0;
+
+/// How much farther from the server than the server from itself a result may be. Of a quantised cache the server's variant is the
+/// one with an f16 cache, because batches change nothing there and there is no other attention: beyond layer 0 last bits
+/// make other codes, which make more of them in the next layer, until two results are two roundings of the same: sqrt(2) times as
+/// far from each other as from what they round. Measured: 0.3 to 1.45 times.
 pub const NOISE: f64 = 1.5;
 
 /// Below this a server's own noise is not a yardstick: on prompts of a few tokens its variants may happen to run the same code.

@@ -68,7 +68,8 @@ impl Bench {
         };
         let structure = check::structure(&bytes, &self.server, &want);
         let (d, _) = check::distances(&self.server, &State::parse(&bytes).unwrap(), &self.shape).unwrap();
-        let mut measures = check::judge(&d, self.shape.weights, false, &Distances::ZERO);
+        let mut measures =
+            check::judge(&d, self.shape.weights, [self.cache.type_k, self.cache.type_v], &Distances::ZERO);
         measures.retain(|m| !m.passes());
         (structure, measures)
     }

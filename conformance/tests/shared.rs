@@ -31,7 +31,7 @@ const BEFORE: u64 = 0xb4;
 fn spec() -> KvSpec {
     let layer = |layer| LayerKv { layer, n_embd_k: 64, n_embd_v: 32 };
     KvSpec {
-        sections: vec![KvSection { layers: (0..3).map(layer).collect(), window: None }],
+        sections: vec![KvSection { layers: (0..3).map(layer).collect(), window: None, n_rot: (0, 0) }],
         recurrent: None,
         type_k: CacheType::F16,
         type_v: CacheType::F16,
@@ -620,6 +620,8 @@ fn both_routes_give_the_same_rows() {
         ("tiny-llama-f32", F16, 1, true),
         ("tiny-qwen2-q4_k", CacheOptions { type_k: CacheType::Bf16, type_v: CacheType::F32, ..F16 }, 70, true),
         ("tiny-qwen3-f16", CacheOptions { type_k: CacheType::F32, ..F16 }, 33, true),
+        ("tiny-qwen3-f16", CacheOptions { type_k: CacheType::Q8_0, type_v: CacheType::Q4_1, ..F16 }, 90, true),
+        ("tiny-gemma3-f32", CacheOptions { type_k: CacheType::Iq4Nl, type_v: CacheType::Q5_0, ..F16 }, 90, true),
         ("tiny-gemma3-f32", F16, 100, true),
         ("tiny-gemma3-f32", CacheOptions { swa_full: true, ..F16 }, 600, true),
         // 544 cells, 768 with the padding, are what its window and a batch need.

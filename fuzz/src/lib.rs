@@ -52,7 +52,7 @@ impl<'a> Arbitrary<'a> for Memory {
             if rarely(u, 16)? {
                 layers.clear();
             }
-            sections.push(KvSection { layers, window });
+            sections.push(KvSection { layers, window, n_rot: (0, 0) });
         }
         Ok(Memory { spec: KvSpec { sections, recurrent: None, type_k, type_v, v_trans, cell_ext, swa_full, n_stream }, n_ctx, n_ubatch })
     }
@@ -200,12 +200,9 @@ pub fn check_computed(m: &Memory, layout: &ShareLayout) {
 
 /// What must hold of the map of `n` positions in a layout that has been checked.
 pub fn check_map(spec: &KvSpec, layout: &ShareLayout, n: u32) {
-    let supported = |ty: CacheType| matches!(ty, CacheType::F32 | CacheType::F16 | CacheType::Bf16);
     let can_be = (1..i32::MAX as u32).contains(&n)
         && u64::from(n) < layout.cells()
-        && !spec.v_trans
-        && supported(spec.type_k)
-        && supported(spec.type_v);
+        && !spec.v_trans;
     let map = match KvMap::shared(spec, layout, n) {
         Ok(map) => map,
         Err(e) => {
@@ -255,14 +252,14 @@ pub fn models() -> [KvSpec; 4] {
         swa_full: false,
         n_stream: 1,
     };
-    let full = |layers| KvSection { layers, window: None };
+    let full = |layers| KvSection { layers, window: None, n_rot: (0, 0) };
     [
         // Rows so small that several contexts need the same bytes.
         spec(vec![full(layers(&mut (0..2), 2, 6))], CacheType::F16, CacheType::F16),
         spec(
             vec![
                 full(layers(&mut (2..9).step_by(3), 64, 64)),
-                KvSection { layers: layers(&mut (0..9).filter(|l| l % 3 != 2), 64, 64), window: Some(512) },
+                KvSection { layers: layers(&mut (0..9).filter(|l| l % 3 != 2), 64, 64), window: Some(512), n_rot: (0, 0) },
             ],
             CacheType::F16,
             CacheType::Bf16,

@@ -1,6 +1,7 @@
-//! The element types a decoder's K and V caches can have. Bytes per row of all of them, decoding of all of them to f32,
-//! and encoding of the three that this program writes. No other ggml type can stand in a cache.
+//! The element types a decoder's K and V caches can have: bytes per row, encoding and decoding. No other ggml type can stand
+//! in a cache.
 
+use crate::quantise;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::fmt;
@@ -106,10 +107,10 @@ impl CacheType {
         bytes.is_multiple_of(self.block_bytes()).then(|| bytes / self.block_bytes())?.checked_mul(self.block_elems())
     }
 
-    /// Whether this program writes it. The quantised types need their rows rotated first, which not every state version
-    /// records.
-    pub fn is_supported(self) -> bool {
-        self.block_elems() == 1
+    /// Whether values share scales in blocks. Servers rotate such rows before they store them (see [`hadamard`](crate::hadamard)),
+    /// and have no transposed V of them.
+    pub fn is_quantised(self) -> bool {
+        self.block_elems() > 1
     }
 }
 
@@ -130,12 +131,16 @@ impl FromStr for CacheType {
 const STRIP: usize = 512;
 
 impl CacheType {
-    /// Appends `values` in this type, rounded to nearest, ties to even. `Err(i)`: value `i` is not finite in this type
-    /// (NaN, infinite, or too large for it); `out` is then cut back to what it was.
+    /// Appends `values` in this type: the float types rounded to nearest, ties to even, the quantised ones as llama.cpp does it
+    /// on x86. `Err(i)`: value `i` is not finite in this type (NaN, infinite, or too large for it); `out` is then cut back
+    /// to what it was.
     ///
     /// # Panics
-    /// For the quantised types, which [`is_supported`](Self::is_supported) excludes; a map of one cannot be made.
-    pub(crate) fn encode(self, values: &[f32], out: &mut Vec<u8>) -> Result<(), usize> {
+    /// When `values` is no whole number of blocks.
+    pub fn encode(self, values: &[f32], out: &mut Vec<u8>) -> Result<(), usize> {
+        if self.is_quantised() {
+            return self.encode_blocks(values, out);
+        }
         let start = out.len();
         out.reserve(values.len() * self.block_bytes() as usize);
         // The test is made on the converted bits: one look finds NaN, infinity and what the rounding made infinite.
@@ -160,7 +165,7 @@ impl CacheType {
                     strip[..values.len()].convert_from_f32_slice(values);
                     finite &= put_16(strip.map(bf16::to_bits), values.len(), 0x7f80, out);
                 }
-                _ => panic!("no encoder for {self}"),
+                _ => unreachable!("a quantised type, encoded above"),
             }
         }
         if finite {
@@ -173,6 +178,41 @@ impl CacheType {
             _ => !v.is_finite(),
         });
         Err(bad.unwrap_or(0))
+    }
+
+    fn encode_blocks(self, values: &[f32], out: &mut Vec<u8>) -> Result<(), usize> {
+        let (blocks, odd) = values.as_chunks::<{ quantise::BLOCK }>();
+        assert!(odd.is_empty(), "{} values are no whole number of blocks of {self}", values.len());
+        let (start, bytes) = (out.len(), self.block_bytes() as usize);
+        out.resize(start + blocks.len() * bytes, 0);
+        for (i, (x, block)) in blocks.iter().zip(out[start..].chunks_exact_mut(bytes)).enumerate() {
+            let bad = match x.iter().position(|v| !v.is_finite()) {
+                None if quantise::block(self, x, block) => continue,
+                // Not the values are too large, but the scale that the largest of them asks for.
+                None => (0..x.len()).fold(0, |m, j| if x[j].abs() > x[m].abs() { j } else { m }),
+                Some(j) => j,
+            };
+            out.truncate(start);
+            return Err(i * quantise::BLOCK + bad);
+        }
+        Ok(())
+    }
+
+    /// Makes `values`, which are finite and a whole number of blocks, what a reader of this type gets back.
+    pub fn round(self, values: &mut [f32]) {
+        match self {
+            CacheType::F32 => {}
+            CacheType::F16 => values.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32()),
+            CacheType::Bf16 => values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
+            _ => {
+                let mut block = [0; quantise::MAX_BYTES];
+                let block = &mut block[..self.block_bytes() as usize];
+                for x in values.as_chunks_mut::<{ quantise::BLOCK }>().0 {
+                    quantise::block(self, x, block);
+                    self.decode(block, x);
+                }
+            }
+        }
     }
 
     /// Decodes whole blocks to f32. Only as many elements as both sides have are touched.
@@ -212,10 +252,7 @@ impl CacheType {
             CacheType::Q4_1 => nibbles(blocks, out, |b, q, _| q as f32 * half(b, 0) + half(b, 2), 4),
             CacheType::Q5_0 => nibbles(blocks, out, |b, q, i| ((q | fifth(b, 2, i)) as f32 - 16.0) * half(b, 0), 6),
             CacheType::Q5_1 => nibbles(blocks, out, |b, q, i| (q | fifth(b, 4, i)) as f32 * half(b, 0) + half(b, 2), 8),
-            CacheType::Iq4Nl => {
-                const CURVE: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-                nibbles(blocks, out, |b, q, _| CURVE[q as usize] as f32 * half(b, 0), 2)
-            }
+            CacheType::Iq4Nl => nibbles(blocks, out, |b, q, _| quantise::IQ4_NL[q as usize] as f32 * half(b, 0), 2),
         }
     }
 }
@@ -311,7 +348,7 @@ mod tests {
     #[test]
     fn encode_then_decode_is_the_value_where_it_fits() {
         let v: Vec<f32> = (0..1000).map(|i| (i as f32 - 500.0) / 8.0).collect();
-        for t in CacheType::ALL.into_iter().filter(|t| t.is_supported()) {
+        for t in [CacheType::F32, CacheType::F16, CacheType::Bf16] {
             let mut bytes = Vec::new();
             t.encode(&v, &mut bytes).unwrap();
             let mut back = vec![0.0; v.len()];
@@ -319,6 +356,66 @@ mod tests {
             if t != CacheType::Bf16 {
                 assert_eq!(v, back, "{t}");
             }
+        }
+    }
+
+    /// Blocks worked out by hand from ggml's formulas; `tests/saved.rs` holds the types against a server's own rows.
+    #[test]
+    fn a_ramp_in_each_quantised_type() {
+        // -16, -15, ... 15: the largest magnitude is the first and becomes the lowest code.
+        let ramp: [f32; 32] = std::array::from_fn(|i| i as f32 - 16.0);
+        let f16_bytes = |v: f32| f16::from_f32(v).to_le_bytes();
+        let encoded = |ty: CacheType| {
+            let mut out = Vec::new();
+            ty.encode(&ramp, &mut out).unwrap();
+            out
+        };
+        let q8 = encoded(CacheType::Q8_0);
+        assert_eq!(q8[..2], f16_bytes(16.0 / 127.0));
+        // 127 / 16 is 7.9375: -127, -119.0625, ... 119.0625.
+        assert_eq!([q8[2] as i8, q8[3] as i8, q8[18] as i8, q8[33] as i8], [-127, -119, 0, 119]);
+        // A scale of 2, codes x / 2 + 8.5 cut off: -16 is 0, -15 is 1, 0 is 8, 15 is 16 and then 15.
+        let q4 = encoded(CacheType::Q4_0);
+        assert_eq!(
+            (q4[..2].to_vec(), q4[2], q4[3], q4[17]),
+            (f16_bytes(2.0).to_vec(), 8 << 4, 9 << 4 | 1, 15 << 4 | 8)
+        );
+        // 31 wide in 15 steps; 15/31 of 16 is 7.74.
+        let q4_1 = encoded(CacheType::Q4_1);
+        assert_eq!((&q4_1[..2], &q4_1[2..4]), (&f16_bytes(31.0 / 15.0)[..], &f16_bytes(-16.0)[..]));
+        assert_eq!((q4_1[4], q4_1[19]), (8 << 4, 15 << 4 | 7));
+        // One code for each value; the fifth bits are those of 16 to 31.
+        for (ty, at) in [(CacheType::Q5_0, 2), (CacheType::Q5_1, 4)] {
+            let b = encoded(ty);
+            assert_eq!((b[at..at + 4].to_vec(), b[at + 4], b[at + 19]), (vec![0, 0, 255, 255], 0, 0xff), "{ty}");
+            assert_eq!(b[..2], f16_bytes(1.0));
+        }
+        let mut back = ramp;
+        CacheType::Q5_1.round(&mut back);
+        assert_eq!(back, ramp);
+        for ty in CacheType::ALL {
+            let (mut back, mut zeros) = (ramp, [0.0; 32]);
+            ty.round(&mut back);
+            ty.round(&mut zeros);
+            let most = ramp.iter().zip(back).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            // q4_0 has no code for the largest of the other sign.
+            assert!(most <= if ty == CacheType::Iq4Nl { 2.0 } else { 1.1 }, "{ty} {most}");
+            assert_eq!(zeros, [0.0; 32], "{ty}");
+        }
+    }
+
+    #[test]
+    fn blocks_that_no_scale_holds_are_found() {
+        for ty in CacheType::ALL.into_iter().filter(|t| t.is_quantised()) {
+            for (bad, at) in [(f32::NAN, 70), (f32::INFINITY, 0), (f32::NEG_INFINITY, 95), (1e30, 33), (-1e30, 64)] {
+                let mut v = [0.25f32; 96];
+                v[at] = bad;
+                let mut out = vec![7];
+                assert_eq!(ty.encode(&v, &mut out), Err(at), "{ty} {bad}");
+                assert_eq!(out, [7]);
+            }
+            // The largest that every type holds, since its minimum is an f16.
+            ty.encode(&[65504.0; 32], &mut Vec::new()).unwrap();
         }
     }
 

@@ -216,8 +216,9 @@ impl Differ {
 }
 
 /// How far every tensor is from the reference's, in file order. Rows are held against each other by position, so that a
-/// window of one cell more is compared where both have cells, and in f64, whatever their types. Rotated rows (quantised
-/// caches) are compared as they are: comparable only with rows rotated likewise.
+/// window of one cell more is compared where both have cells, and in f64, whatever their types. Quantised rows are decoded, and
+/// where the two sides are rotated otherwise, both are turned back first. What a file of version 2 or 3 does not say of its
+/// rotation is taken to be like the other side's ([`Stream::n_rot`](crate::Stream) can be set by who knows).
 ///
 /// The error names what stands in the way: other sections or layers, other widths, no position in common (unless neither
 /// has any).
@@ -295,7 +296,19 @@ pub fn rows(a: &State, b: &State, section: usize, layer: usize, part: Part) -> R
         };
         return Err(differ(field, format!("{width} channels"), format!("{other} channels")));
     }
-    let values = |s: &State| s.rows_f32(section, layer, part).map_err(|e| e.to_string());
+    let alike = match (rotation(a, section, part), rotation(b, section, part)) {
+        (Some(x), Some(y)) => x == y,
+        _ => true,
+    };
+    let values = |s: &State| {
+        let mut rows = s.rows_f32(section, layer, part).map_err(|e| e.to_string())?;
+        let n = if alike { 0 } else { rotation(s, section, part).unwrap_or(0) };
+        if n != 0 && !(n.is_power_of_two() && width.is_multiple_of(n)) {
+            return Err(format!("rows of {width} channels rotated in pieces of {n}"));
+        }
+        crate::hadamard(&mut rows, n as usize);
+        Ok(rows)
+    };
     let (x, y) = match (values(a), values(b)) {
         (Ok(x), Ok(y)) => (x, y),
         (x, y) => {
@@ -318,6 +331,18 @@ pub fn rows(a: &State, b: &State, section: usize, layer: usize, part: Part) -> R
         return Err(Difference { field: Field::Position, place, index: None, a: show(a), b: show(b) });
     }
     Ok(shared.into_iter().map(|(p, i, j)| row_error(p, &x[i * width..][..width], &y[j * width..][..width])).collect())
+}
+
+/// The width in which a section's rows are rotated, where that is known.
+fn rotation(s: &State, section: usize, part: Part) -> Option<u32> {
+    let Some(Section::Kv(kv)) = s.sections.get(section) else { return None };
+    let stream = kv.stream()?;
+    let (ty, n) = match part {
+        Part::K => (stream.k.first()?.ty, stream.n_rot.map(|n| n.0)),
+        _ => (stream.v.first()?.ty, stream.n_rot.map(|n| n.1)),
+    };
+    // Plain types are never rotated where a file does not say so.
+    n.or_else(|| (!ty.is_quantised()).then_some(0))
 }
 
 fn row_error(position: i32, a: &[f32], b: &[f32]) -> RowError {

@@ -1,5 +1,6 @@
 //! Values into the bytes of a cache type, for memory that is read while it is written: judged first, then converted piece by
-//! piece. The same rounding as [`CacheType::encode`], which does both at once for everything else.
+//! piece. The same rounding as [`CacheType::encode`], which does both at once for everything else, quantised rows among it: whether
+//! their scales can be held is known only when they are made.
 
 use crate::CacheType;
 use half::slice::HalfFloatSliceExt;
@@ -28,7 +29,7 @@ pub(crate) fn not_finite(ty: CacheType, values: &[f32]) -> Option<usize> {
 /// Makes `out` the bytes of `values`, rounded to nearest, ties to even.
 ///
 /// # Panics
-/// For the quantised types; a map of one cannot be made.
+/// For the quantised types.
 pub(crate) fn into_bytes(ty: CacheType, values: &[f32], out: &mut Vec<u8>) {
     // The bytes are overwritten all: no need to clear them first.
     out.resize(values.len() * ty.block_bytes() as usize, 0);

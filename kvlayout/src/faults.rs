@@ -448,10 +448,9 @@ fn shape(state: &State, spec: &KvSpec, faults: &mut Vec<Fault>) {
             faults.push(mismatch(Field::NLayer, place, format!("V of {} layers", s.k.len()), s.v.len()));
         }
         if let Some((k, v)) = s.n_rot {
-            for (field, ty, n) in [(Field::NRotK, spec.type_k, k), (Field::NRotV, spec.type_v, v)] {
-                // Whether a quantised cache is rotated is up to the server's environment; others never are.
-                if ty.is_supported() && n != 0 {
-                    faults.push(mismatch(field, place, 0, n));
+            for (field, want, found) in [(Field::NRotK, want.n_rot.0, k), (Field::NRotV, want.n_rot.1, v)] {
+                if found != want {
+                    faults.push(mismatch(field, place, want, found));
                 }
             }
         }

@@ -26,7 +26,9 @@ mod header;
 mod inherit;
 mod map;
 mod map_shared;
+mod quantise;
 mod region;
+mod rotate;
 mod scatter;
 mod share;
 mod space;
@@ -39,6 +41,7 @@ pub use header::{HEADER_MAX, Header, HeaderError, HeaderTensor, ShareParams, Sha
 pub use inherit::{FdKind, InheritError, Inherited, MAX_FDS, parse_fds};
 pub use map::{KvMap, Refusal, Window};
 pub use region::{Guard, Mapping, RegionError, Regions, Stopped, Touched, check_fds};
+pub use rotate::{hadamard, rotation_widths};
 pub use scatter::{KvSink, Receipt, Scatter, SinkError};
 pub use share::{
     CELL_STEP, DEFAULT_UBATCH, SHARE_ALIGN, SHARE_CHUNK, ShareLayout, ShareRegion, ShareTensor, padded_ctx,

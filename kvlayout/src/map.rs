@@ -62,7 +62,7 @@ impl Window {
 /// | ext | with `cell_ext` only: i32 x, i32 y, both the position for text; from version 3 also i32 token id |
 /// | u32 | 1 when V is transposed |
 /// | u32 | number of layers in this section |
-/// | u32, u32 | version 4 only: rotation widths of K and V; 0, since only quantised caches are rotated |
+/// | u32, u32 | version 4 only: rotation widths of K and V; 0 where rows are not rotated, as those of f32, f16 and bf16 |
 /// | layers × (i32, u64, rows) | **all** K tensors: type, bytes per row, *c* rows |
 /// | layers × (i32, u64, rows) | all V tensors, the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
 ///
@@ -107,13 +107,20 @@ pub enum Refusal {
         /// The id.
         id: i32,
     },
-    /// A cache type this program does not write.
-    #[error("{part} cache type {ty} is not supported yet: use f16, bf16 or f32 (quantised caches hold rotated rows)")]
-    UnsupportedType {
+    /// A transposed V has no rows to quantise.
+    #[error("V cache type {0} with flash attention off: servers do not have that; run the decoder with -fa on")]
+    TransposedBlocks(CacheType),
+    /// Rotation of rows that are no whole number of pieces, or of a width that is none.
+    #[error("section {section}: {part} rows of {width} channels cannot be rotated in pieces of {n_rot}")]
+    Rotation {
+        /// Section index.
+        section: usize,
         /// K or V.
         part: Part,
-        /// The type.
-        ty: CacheType,
+        /// Channels.
+        width: u32,
+        /// Width of a piece.
+        n_rot: u32,
     },
     /// No section has a layer.
     #[error("the model has no layer with keys and values, nor one with recurrent state")]
@@ -157,7 +164,7 @@ pub enum Refusal {
     /// A shared memory's context of nothing, or of more cells than can be numbered.
     #[error("a context of {0} tokens: a decoder has 1 to 2147483392")]
     Context(u32),
-    /// Rows of a shared memory that are no whole number of blocks.
+    /// Rows that are no whole number of blocks.
     #[error("layer {layer} {part}: rows of {width} channels are no whole number of {} of {ty}", ty.block_elems())]
     RowBlocks {
         /// Model layer.
@@ -205,6 +212,14 @@ pub enum Refusal {
     },
 }
 
+/// Rows are rotated in whole pieces, of a width that is a power of two.
+pub(crate) fn check_rotation(section: usize, part: Part, width: u32, n_rot: u32) -> Result<(), Refusal> {
+    if n_rot != 0 && !(n_rot.is_power_of_two() && width.is_multiple_of(n_rot)) {
+        return Err(Refusal::Rotation { section, part, width, n_rot });
+    }
+    Ok(())
+}
+
 /// A decoder has at most this many sequences (`LLAMA_MAX_SEQ`), and a stream for each at most.
 pub(crate) const MAX_STREAMS: u32 = 256;
 
@@ -219,10 +234,8 @@ impl KvMap {
         if let Some(index) = tokens.iter().position(|&id| id < 0) {
             return Err(Refusal::NegativeToken { index, id: tokens[index] });
         }
-        for (part, ty) in [(Part::K, spec.type_k), (Part::V, spec.type_v)] {
-            if !ty.is_supported() {
-                return Err(Refusal::UnsupportedType { part, ty });
-            }
+        if spec.v_trans && spec.type_v.is_quantised() {
+            return Err(Refusal::TransposedBlocks(spec.type_v));
         }
         if !(1..=MAX_STREAMS).contains(&spec.n_stream) {
             return Err(Refusal::Streams(spec.n_stream));
@@ -263,22 +276,26 @@ impl KvMap {
             b.word(spec.v_trans.into());
             b.word(s.layers.len() as u32);
             if version >= StateVersion::V4 {
-                b.word(0);
-                b.word(0);
+                b.word(s.n_rot.0);
+                b.word(s.n_rot.1);
             }
             for part in [Part::K, Part::V] {
                 for l in &s.layers {
-                    let (elem, width) = match part {
-                        Part::K => (spec.type_k, l.n_embd_k),
-                        _ => (spec.type_v, l.n_embd_v),
+                    let (elem, width, n_rot) = match part {
+                        Part::K => (spec.type_k, l.n_embd_k, s.n_rot.0),
+                        _ => (spec.type_v, l.n_embd_v, s.n_rot.1),
                     };
                     if width == 0 {
                         return Err(Refusal::NoChannels { layer: l.layer, part });
                     }
+                    check_rotation(section, part, width, n_rot)?;
                     let order = if part == Part::V && spec.v_trans { Order::Transposed } else { Order::Rows };
-                    // Neither product overflows: both factors are 32-bit, an element has at most 4 bytes.
+                    // Neither overflows: both factors are 32-bit, an element has at most 4 bytes.
                     let row_bytes = match order {
-                        Order::Rows => u64::from(width) * elem.block_bytes(),
+                        Order::Rows => {
+                            let blocks = Refusal::RowBlocks { layer: l.layer, part, width, ty: elem };
+                            elem.row_bytes(width.into()).ok_or(blocks)?
+                        }
                         Order::Transposed => u64::from(kept) * elem.block_bytes(),
                     };
                     b.word(elem.id());

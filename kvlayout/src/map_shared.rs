@@ -1,6 +1,7 @@
 //! The map of a decoder's live memory: the same windows as in a state file, but in regions, with rows for the handed-over positions
 //! only, and nothing around them. Nothing is written here either, and everything that can be refused about the memory's shape is.
 
+use crate::map::check_rotation;
 use crate::share::parts;
 use crate::{KvMap, KvSpec, Order, Part, Refusal, ShareLayout, StateVersion, Window};
 use std::io;
@@ -28,15 +29,11 @@ impl KvMap {
         if spec.n_stream != 1 {
             return Err(Refusal::SharedStreams(spec.n_stream));
         }
-        for (part, ty) in [(Part::K, spec.type_k), (Part::V, spec.type_v)] {
-            if !ty.is_supported() {
-                return Err(Refusal::UnsupportedType { part, ty });
-            }
-        }
         let mut windows = Vec::new();
         for (section, s) in spec.sections.iter().enumerate() {
             for l in &s.layers {
                 for (part, elem, width) in parts(spec, l) {
+                    check_rotation(section, part, width, if part == Part::K { s.n_rot.0 } else { s.n_rot.1 })?;
                     let found = layout.tensor(l.layer, part);
                     let Some(t) = found.filter(|t| t.ty == elem && t.ne[0] == u64::from(width)) else {
                         return Err(Refusal::SharedTensor {

@@ -7,10 +7,10 @@ use std::ops::Range;
 
 /// What takes the keys and values of a prefill.
 pub trait KvSink {
-    /// Takes rows `positions` of a tensor: `positions.len()` × width values, row after row; K after RoPE. Recurrent state, R
-    /// and S, has one row, at the last position.
+    /// Takes rows `positions` of a tensor: `positions.len()` × width values, row after row; K after RoPE, and where the section is
+    /// rotated, the rotated rows. Recurrent state, R and S, has one row, at the last position.
     ///
-    /// They are converted to the cache's type, rounded to nearest even. Positions before a sliding window are checked
+    /// They are converted to the cache's type ([`CacheType::encode`]). Positions before a sliding window are checked
     /// for NaN and infinity like all others (they would spoil what is computed from them), then dropped. Tensors and
     /// positions may come in any order, but every position once. On an error nothing of this call has been taken,
     /// unless it is [`SinkError::Io`].
@@ -203,7 +203,7 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
             return Err(SinkError::Twice { layer, part, position });
         }
         let first = u64::from(kept.start - w.positions.start);
-        if S::LIVE && w.order == Order::Rows {
+        if S::LIVE && w.order == Order::Rows && !w.elem.is_quantised() {
             // Small pieces straight to where they are read: no copy of more than one, and never long without a look at
             // whether writing is still allowed. All values are judged before the first is seen.
             if let Some(at) = convert::not_finite(w.elem, rows) {
@@ -223,6 +223,13 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
         w.elem.encode(rows, &mut self.scratch).map_err(|at| refuse(kept.start, at, rows[at]))?;
         self.touched |= S::LIVE;
         match w.order {
+            Order::Rows if S::LIVE => {
+                let mut at = w.offset + first * w.row_bytes;
+                for piece in self.scratch.chunks(convert::PIECE) {
+                    self.space.put_in(w.region, at, piece)?;
+                    at += piece.len() as u64;
+                }
+            }
             Order::Rows => self.space.put_in(w.region, w.offset + first * w.row_bytes, &self.scratch)?,
             Order::Transposed => {
                 let el = w.elem.block_bytes() as usize;

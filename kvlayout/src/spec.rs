@@ -79,6 +79,9 @@ pub struct KvSection {
     /// last *w* + 1 positions: one more than the server itself saves, because with only *w* a restored prompt is
     /// computed anew.
     pub window: Option<u32>,
+    /// Widths in which K and V rows are rotated ([`hadamard`](crate::hadamard)), 0 = not. Files of version 4 say so and servers
+    /// refuse others than their own; before, nobody knows. [`rotation_widths`](crate::rotation_widths) has the usual ones.
+    pub n_rot: (u32, u32),
 }
 
 /// One layer of a recurrent memory. Both rows are f32.

@@ -103,8 +103,8 @@ pub struct Stream {
     pub cells: Vec<Cell>,
     /// V runs channel by channel: the server had flash attention off.
     pub v_trans: bool,
-    /// Widths of the Hadamard rotation of K and V rows, 0 = not rotated. `Some` in version 4 only; before, a file does
-    /// not say.
+    /// Widths of the Hadamard rotation of K and V rows, 0 = not rotated. Read from version 4 only; before, a file does not say,
+    /// and who knows may put it here (it is not written then).
     pub n_rot: Option<(u32, u32)>,
     /// K tensors, one per layer of the section, by ascending layer.
     pub k: Vec<Tensor>,

@@ -257,6 +257,15 @@ fn a_file_for_another_server() {
     assert_eq!(from(&dense(3, 16), StateVersion::V4), ["row_size_k", "row_size_v"].repeat(3));
     let rotated = broken(|s| stream(s, 0).n_rot = Some((64, 64)));
     assert_eq!(names(&rotated), ["n_rot_k", "n_rot_v"]);
+    // A quantised cache whose rows are not rotated as its server would have them.
+    let mut q8 = KvSpec { type_k: CacheType::Q8_0, type_v: CacheType::Q8_0, ..dense(1, 64) };
+    let against = |spec: &KvSpec| {
+        let bytes = include_bytes!("saved/head64-q8_0-v4.bin");
+        names(&check_bytes(bytes, &Expect { spec: Some(spec.clone()), ..Expect::default() }))
+    };
+    assert_eq!(against(&q8), ["n_rot_k", "n_rot_v"]);
+    q8.sections[0].n_rot = (64, 64);
+    assert_eq!(against(&q8), [""; 0]);
     let jamba = include_bytes!("saved/jamba-f16-v4.bin");
     assert!(names(&check_bytes(jamba, &expect)).contains(&"sections"));
     let mamba = include_bytes!("saved/mamba-f16-v4.bin");

@@ -224,6 +224,7 @@ fn another_memory_is_refused_with_both_numbers() {
     );
     let swapped = KvSpec {
         sections: vec![KvSection {
+            n_rot: (0, 0),
             layers: (0..28).map(|layer| LayerKv { layer, n_embd_k: 512, n_embd_v: 1536 }).collect(),
             window: None,
         }],

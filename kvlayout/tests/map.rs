@@ -19,8 +19,8 @@ fn any_spec() -> impl Strategy<Value = KvSpec> {
             let list = if is_local && window.is_some() { &mut local } else { &mut full };
             list.push(LayerKv { layer, n_embd_k, n_embd_v });
         }
-        let mut sections = vec![KvSection { layers: full, window: None }];
-        sections.extend(window.map(|w| KvSection { layers: local, window: Some(w) }));
+        let mut sections = vec![KvSection { layers: full, window: None, n_rot: (0, 0) }];
+        sections.extend(window.map(|w| KvSection { layers: local, window: Some(w), n_rot: (0, 0) }));
         let recurrent = recurrent.map(|layers| {
             let layer = |(layer, (n_embd_r, n_embd_s))| LayerRec { layer, n_embd_r, n_embd_s };
             RecSection { n_layer: 40, layers: layers.into_iter().map(layer).collect() }
@@ -143,11 +143,20 @@ fn what_cannot_be_a_state_is_refused_before_anything_is_written() {
         change(&mut spec);
         refuse(&spec, &[1, 2])
     };
-    for ty in CacheType::ALL.into_iter().filter(|t| !t.is_supported()) {
+    for ty in CacheType::ALL.into_iter().filter(|t| t.is_quantised()) {
+        // Four channels are no block of 32.
         let (k, v) = (with(&|s| s.type_k = ty), with(&|s| s.type_v = ty));
-        assert_eq!(k, Refusal::UnsupportedType { part: Part::K, ty });
-        assert_eq!(v, Refusal::UnsupportedType { part: Part::V, ty });
+        assert_eq!(k, Refusal::RowBlocks { layer: 0, part: Part::K, width: 4, ty });
+        assert_eq!(v, Refusal::RowBlocks { layer: 0, part: Part::V, width: 4, ty });
         assert!(v.to_string().contains(ty.name()));
+        let transposed = with(&|s| (s.type_v, s.v_trans) = (ty, true));
+        assert_eq!(transposed, Refusal::TransposedBlocks(ty));
+        assert!(transposed.to_string().contains("-fa on"));
+    }
+    for (n_rot, part) in [((3, 0), Part::K), ((0, 8), Part::V)] {
+        let n = n_rot.0.max(n_rot.1);
+        let refusal = with(&|s| s.sections[0].n_rot = n_rot);
+        assert_eq!(refusal, Refusal::Rotation { section: 0, part, width: 4, n_rot: n });
     }
     assert_eq!(with(&|s| s.n_stream = 0), Refusal::Streams(0));
     assert_eq!(with(&|s| s.n_stream = 257), Refusal::Streams(257));
@@ -157,7 +166,8 @@ fn what_cannot_be_a_state_is_refused_before_anything_is_written() {
     assert_eq!(with(&|s| s.sections[0].layers[1].n_embd_v = 0), Refusal::NoChannels { layer: 1, part: Part::V });
     assert_eq!(with(&|s| s.sections[0].layers.reverse()), Refusal::LayerOrder { section: 0, layer: 0 });
     assert_eq!(with(&|s| s.sections[0].layers[1].layer = 0), Refusal::LayerOrder { section: 0, layer: 0 });
-    let twice = with(&|s| s.sections.push(KvSection { layers: s.sections[0].layers.clone(), window: Some(3) }));
+    let twice =
+        with(&|s| s.sections.push(KvSection { layers: s.sections[0].layers.clone(), window: Some(3), n_rot: (0, 0) }));
     assert_eq!(twice, Refusal::LayerOrder { section: 1, layer: 0 });
     let alone = with(&|s| {
         s.sections.clear();

@@ -111,6 +111,12 @@ fn want(layout: &ShareLayout, map: &KvMap, region: usize, len: usize) -> Vec<u8>
     for (layer, part, w) in map.windows().filter(|(_, _, w)| usize::from(w.region) == region) {
         let rows = values(seed_of(layer, part), 0..map.n_tokens(), w.width);
         let to = &mut bytes[(layout.regions()[region].offset + w.offset) as usize..][..w.len() as usize];
+        if w.elem.is_quantised() {
+            let mut blocks = Vec::new();
+            w.elem.encode(&rows, &mut blocks).unwrap();
+            to.copy_from_slice(&blocks);
+            continue;
+        }
         let el = w.elem.block_bytes() as usize;
         for (to, v) in to.chunks_exact_mut(el).zip(rows) {
             to.copy_from_slice(&common::bytes(w.elem, v));
@@ -120,9 +126,11 @@ fn want(layout: &ShareLayout, map: &KvMap, region: usize, len: usize) -> Vec<u8>
 }
 
 fn any_spec() -> impl Strategy<Value = KvSpec> {
-    let ty = || prop::sample::select(vec![CacheType::F16, CacheType::Bf16, CacheType::F32]);
+    let ty = || prop::sample::select(CacheType::ALL.to_vec());
     (1u32..7, 1u32..40, prop::option::of(1u32..600), ty(), ty(), any::<bool>()).prop_map(
         |(layers, width, window, type_k, type_v, swa_full)| {
+            let quantised = type_k.is_quantised() || type_v.is_quantised();
+            let width = if quantised { width * 32 } else { width };
             let spec = match window {
                 Some(w) if layers > 2 => windowed(layers, width, w),
                 _ => dense(layers, width),

@@ -116,15 +116,18 @@ pub struct DecoderArgs {
     /// Context size; 0 is the model's own [env: LLAMA_ARG_CTX_SIZE]
     #[arg(short, long, value_name = "N", overrides_with = "ctx_size")]
     pub ctx_size: Option<u32>,
-    /// Type of the keys, also -ctk: f16, bf16 or f32 [env: LLAMA_ARG_CACHE_TYPE_K] [default: f16]
+    /// Type of the keys, also -ctk: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl [env: LLAMA_ARG_CACHE_TYPE_K] [default: f16]
     #[arg(long, value_name = "TYPE", overrides_with = "cache_type_k")]
     pub cache_type_k: Option<CacheType>,
-    /// Type of the values, also -ctv: f16, bf16 or f32 [env: LLAMA_ARG_CACHE_TYPE_V] [default: f16]
+    /// Type of the values, also -ctv: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl [env: LLAMA_ARG_CACHE_TYPE_V] [default: f16]
     #[arg(long, value_name = "TYPE", overrides_with = "cache_type_v")]
     pub cache_type_v: Option<CacheType>,
     /// Flash attention, also -fa: on, off or auto [env: LLAMA_ARG_FLASH_ATTN] [default: auto, which is on]
     #[arg(long, value_name = "on|off|auto", num_args = 0..=1, default_missing_value = "on", allow_negative_numbers = true, overrides_with = "flash_attn")]
     pub flash_attn: Option<FlashAttn>,
+    /// Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]
+    #[arg(long, value_name = "on|off|auto", overrides_with = "attn_rot")]
+    pub attn_rot: Option<AttnRot>,
     /// The decoder keeps all positions of sliding-window layers [env: LLAMA_ARG_SWA_FULL]
     #[arg(long, overrides_with = "swa_full")]
     pub swa_full: bool,
@@ -239,6 +242,28 @@ impl FromStr for FlashAttn {
             "auto" | "-1" => Ok(FlashAttn::Auto),
             _ => Err("it is on, off or auto".to_owned()),
         }
+    }
+}
+
+/// `--attn-rot`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttnRot {
+    /// Rows of quantised caches are rotated.
+    On,
+    /// They are not.
+    Off,
+    /// Not said.
+    Auto,
+}
+
+impl FromStr for AttnRot {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        Ok(match s.parse()? {
+            FlashAttn::On => AttnRot::On,
+            FlashAttn::Off => AttnRot::Off,
+            FlashAttn::Auto => AttnRot::Auto,
+        })
     }
 }
 

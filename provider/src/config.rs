@@ -8,6 +8,7 @@
 //! cache_type_k = "f16"       # as llama.cpp spells them
 //! cache_type_v = "f16"
 //! flash_attn = true          # or "on", "off", "auto"
+//! attn_rot = true            # the decoder rotates the rows of quantised caches
 //! n_ctx = 8192               # 0: the model's own
 //! swa_full = false
 //! n_stream = 1
@@ -38,6 +39,8 @@ pub struct Config {
     pub cache_type_v: Option<CacheType>,
     /// Flash attention of the decoder.
     pub flash_attn: Option<FlashAttn>,
+    /// Whether the decoder rotates the rows of quantised caches.
+    pub attn_rot: Option<bool>,
     /// Context size of the decoder.
     pub n_ctx: Option<u32>,
     /// `--swa-full` of the decoder.
@@ -52,6 +55,7 @@ struct Raw {
     cache_type_k: Option<String>,
     cache_type_v: Option<String>,
     flash_attn: Option<OnOff>,
+    attn_rot: Option<bool>,
     n_ctx: Option<u32>,
     swa_full: Option<bool>,
     n_stream: Option<u32>,
@@ -128,6 +132,7 @@ fn parse(text: &str) -> Result<Config, String> {
             Some(OnOff::Bool(on)) => Some(if on { FlashAttn::On } else { FlashAttn::Off }),
             Some(OnOff::Word(w)) => Some(w.parse().map_err(|e| format!("flash_attn = \"{w}\": {e}"))?),
         },
+        attn_rot: raw.attn_rot,
         n_ctx: raw.n_ctx,
         swa_full: raw.swa_full,
         n_stream: match raw.n_stream {
@@ -144,12 +149,13 @@ mod tests {
     #[test]
     fn a_probe_is_read_and_unknown_keys_are_not_minded() {
         let c = parse(
-            "state_version = 4\ncache_type_k = \"f16\"\ncache_type_v = \"bf16\"\nflash_attn = true\nn_ctx = 8192\n\
+            "state_version = 4\ncache_type_k = \"f16\"\ncache_type_v = \"bf16\"\nflash_attn = true\nattn_rot = false\nn_ctx = 8192\n\
              swa_full = true\nn_stream = 2\nprobed = \"http://127.0.0.1:8080\"\n[more]\nx = 1\n",
         )
         .unwrap();
         assert_eq!(c.state_version.unwrap().number(), 4);
         assert_eq!(c.cache_type_v.unwrap().to_string(), "bf16");
+        assert_eq!(c.attn_rot, Some(false));
         assert_eq!(
             (c.flash_attn, c.n_ctx, c.swa_full, c.n_stream),
             (Some(FlashAttn::On), Some(8192), Some(true), Some(2))
@@ -168,6 +174,7 @@ mod tests {
             ("cache_type_k = \"f12\"", "cache_type_k"),
             ("flash_attn = 3", "flash_attn"),
             ("flash_attn = \"maybe\"", "flash_attn"),
+            ("attn_rot = 1", "attn_rot"),
             ("n_ctx = 1.5", "n_ctx"),
             ("n_ctx = 99999999999", "n_ctx"),
             ("swa_full = \"yes\"", "swa_full"),

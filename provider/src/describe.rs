@@ -92,7 +92,7 @@ fn proofs() -> impl Iterator<Item = Proof> {
 
 /// Prints what is supported, and what each architecture was proved on.
 pub fn models(json: bool) {
-    let types: Vec<String> = CacheType::ALL.iter().filter(|t| t.is_supported()).map(ToString::to_string).collect();
+    let types: Vec<String> = CacheType::ALL.iter().map(ToString::to_string).collect();
     let all: Vec<_> = crate::engine::architectures().collect();
     if json {
         let architectures: Vec<_> = all

@@ -150,6 +150,7 @@ impl<'g> Engine<'g> {
             type_k: decoder.type_k,
             type_v: decoder.type_v,
             v_trans: decoder.v_trans,
+            attn_rot: decoder.attn_rot.unwrap_or(true),
             swa_full: decoder.swa_full,
             n_stream: decoder.n_stream,
             n_ctx: decoder.n_ctx,
@@ -186,6 +187,7 @@ impl<'g> Engine<'g> {
             type_k: decoder.type_k,
             type_v: decoder.type_v,
             n_ctx: decoder.n_ctx,
+            attn_rot: decoder.attn_rot.unwrap_or(true),
         };
         Ok(Prepared { engine: self, options })
     }

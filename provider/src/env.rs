@@ -31,6 +31,7 @@ variables! {
     CACHE_TYPE_K = "LLAMA_ARG_CACHE_TYPE_K", "--cache-type-k", "type of the keys in the decoder's cache";
     CACHE_TYPE_V = "LLAMA_ARG_CACHE_TYPE_V", "--cache-type-v", "type of the values in the decoder's cache";
     FLASH_ATTN = "LLAMA_ARG_FLASH_ATTN", "--flash-attn", "flash attention of the decoder: on, off or auto";
+    ATTN_ROT_DISABLE = "LLAMA_ATTN_ROT_DISABLE", "--attn-rot", "any number but 0: the decoder does not rotate the rows of quantised caches";
     SWA_FULL = "LLAMA_ARG_SWA_FULL", "--swa-full", "the decoder keeps all positions of sliding-window layers";
     THREADS = "LLAMA_ARG_THREADS", "--threads", "threads; 0 and -1 are the default";
     // The handoff's name.
@@ -38,6 +39,7 @@ variables! {
     // Ours.
     CONFIG = "NPU_PREFILL_CONFIG", "--config", "configuration file, instead of $XDG_CONFIG_HOME/npu-prefill/config.toml";
     STATE_VERSION = "NPU_PREFILL_STATE_VERSION", "--state-version", "version of the state file: 2, 3, 4 or auto";
+    ATTN_ROT = "NPU_PREFILL_ATTN_ROT", "--attn-rot", "whether the decoder rotates the rows of quantised caches: on, off or auto";
     N_STREAM = "NPU_PREFILL_N_STREAM", "--n-stream", "streams of the decoder's cache";
     DEVICE = "NPU_PREFILL_DEVICE", "--device", "where to compute: auto, cpu or npu";
     ISA = "NPU_PREFILL_ISA", "--isa", "instruction set of the host kernels";

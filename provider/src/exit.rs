@@ -186,11 +186,7 @@ pub fn ids_error(error: crate::ids::IdsError) -> Error {
 
 /// Making the map.
 pub fn refusal(error: kvlayout::Refusal) -> Error {
-    let kind = match error {
-        kvlayout::Refusal::UnsupportedType { .. } => Kind::Unavailable,
-        _ => Kind::Refused,
-    };
-    kind.with(error)
+    Kind::Refused.with(error)
 }
 
 /// Taking over descriptors.
@@ -292,7 +288,7 @@ pub mod tests {
         };
         let layers = vec![LayerKv { layer: 0, n_embd_k: 32, n_embd_v: 32 }];
         let (type_k, type_v) = (CacheType::F16, CacheType::F16);
-        let sections = vec![KvSection { layers, window: None }];
+        let sections = vec![KvSection { layers, window: None, n_rot: (0, 0) }];
         let (v_trans, cell_ext, swa_full) = (false, false, false);
         let spec = KvSpec { sections, recurrent: None, type_k, type_v, v_trans, cell_ext, swa_full, n_stream: 1 };
         let layout = ShareLayout::compute(&spec, 256).unwrap();

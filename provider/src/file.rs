@@ -21,9 +21,10 @@ pub fn hand_over(ready: &Ready<'_>, out: &Path) -> Result<()> {
     let Ready { watch, tokens, decoder, engine, .. } = *ready;
     // Refusals, the cheapest first.
     fits_context(ready)?;
+    let version = state_version::choose(decoder.version, &decoder.version_by, out, &decoder.config)?;
+    let decoder = &ready.settle_rotation(decoder, Some(version.version))?;
     let spec = engine.kv_spec(decoder)?;
     let work = ready.prepare(decoder)?;
-    let version = state_version::choose(decoder.version, &decoder.version_by, out, &decoder.config)?;
     let map = KvMap::state_file(&spec, tokens, version.version).map_err(exit::refusal)?;
     if !version.told {
         say(format_args!("state version {}: {}", version.version, version.why));

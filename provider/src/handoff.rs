@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use gguf::Gguf;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kvlayout::KvSink;
+use kvlayout::{KvSink, StateVersion};
 use prefill::{Options, Timings};
 
 use crate::engine::{Engine, Estimate, Prepared, Prompt};
@@ -109,6 +109,31 @@ impl<'a> Ready<'a> {
             return Err(Error::new(Kind::Refused, text));
         }
         Ok(Work { prepared, estimate })
+    }
+
+    /// The decoder, with what is settled of the rotation of its quantised rows. Files of version 4 say whether rows are rotated,
+    /// and a server refuses what it does not have itself; anywhere else a wrong guess would be fluent nonsense, so that somebody must
+    /// have said it.
+    ///
+    /// # Errors
+    /// Nobody has, and it matters.
+    pub fn settle_rotation(&self, decoder: &Decoder, version: Option<StateVersion>) -> Result<Decoder> {
+        let rotated = Decoder { attn_rot: Some(decoder.attn_rot.unwrap_or(true)), ..decoder.clone() };
+        let matters = self.engine.kv_spec(&rotated)?.sections.iter().any(|s| s.n_rot != (0, 0));
+        if decoder.attn_rot.is_some() || !matters || version == Some(StateVersion::V4) {
+            return Ok(rotated);
+        }
+        let Decoder { type_k, type_v, .. } = decoder;
+        let nobody = match version {
+            Some(version) => format!("state files of version {version} do not say"),
+            None => "no header says".to_owned(),
+        };
+        let text = format!(
+            "a cache of K {type_k} and V {type_v}: {nobody} whether the decoder rotates such rows (builds since April 2026 do, \
+             unless LLAMA_ATTN_ROT_DISABLE=1), and a wrong guess gives wrong answers: say --attn-rot on or off, or let \
+             `conformance pin probe` find out"
+        );
+        Err(Error::new(Kind::Refused, text))
     }
 
     /// Computes the rows into a sink.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvlayout::{CacheType, Inherited};
 
-use crate::cli::{ComputeArgs, DecoderArgs, Device, FlashAttn, Handoff, VersionChoice, chunk, seconds, size};
+use crate::cli::{AttnRot, ComputeArgs, DecoderArgs, Device, FlashAttn, Handoff, VersionChoice, chunk, seconds, size};
 use crate::config::{self, Config};
 use crate::env::{self, Variable};
 use crate::exit::{Error, Kind, Result, inherit_error};
@@ -121,6 +121,8 @@ pub struct Decoder {
     pub type_v: CacheType,
     /// V is transposed: no flash attention.
     pub v_trans: bool,
+    /// It rotates the rows of quantised caches; `None` when nobody said so.
+    pub attn_rot: Option<bool>,
     /// All positions of sliding-window layers.
     pub swa_full: bool,
     /// Streams of the cache.
@@ -191,25 +193,23 @@ impl Decoder {
     pub fn new(args: &DecoderArgs) -> Result<Decoder> {
         let named = args.config.clone().or_else(|| env::CONFIG.get().map(PathBuf::from));
         let config = config::load(named.as_deref())?;
-        let by_config =
-            |key: &str| config.path.as_ref().map(|p| format!("{key} in {}", p.display())).unwrap_or_default();
-
         let word = |s: &str| s.parse::<CacheType>().map_err(|e| e.to_string());
-        let cache_type = |flag, var: &Variable, key, configured: Option<CacheType>| {
-            let configured = configured.map(|t| (t, by_config(key)));
-            let Some((ty, by)) = pick(flag, var.parse(word)?, configured, var) else {
-                return Ok((CacheType::F16, false));
-            };
-            if ty.is_supported() {
-                return Ok((ty, true));
-            }
-            let have: Vec<String> = CacheType::ALL.iter().filter(|t| t.is_supported()).map(|t| t.to_string()).collect();
-            let text =
-                format!("{by}: a cache of type {ty} cannot be written in this version, only {}", have.join(", "));
-            Err(Error::new(Kind::Unavailable, text))
+        let cache_type = |flag: Option<CacheType>, var: &Variable, configured| -> Result<(CacheType, bool)> {
+            let told = flag.or(var.parse(word)?).or(configured);
+            Ok((told.unwrap_or(CacheType::F16), told.is_some()))
         };
-        let (type_k, k_told) = cache_type(args.cache_type_k, &env::CACHE_TYPE_K, "cache_type_k", config.cache_type_k)?;
-        let (type_v, v_told) = cache_type(args.cache_type_v, &env::CACHE_TYPE_V, "cache_type_v", config.cache_type_v)?;
+        let (type_k, k_told) = cache_type(args.cache_type_k, &env::CACHE_TYPE_K, config.cache_type_k)?;
+        let (type_v, v_told) = cache_type(args.cache_type_v, &env::CACHE_TYPE_V, config.cache_type_v)?;
+        // llama.cpp's own variable says only that rows are not rotated: builds that never did know nothing of it.
+        let disabled = env::ATTN_ROT_DISABLE.parse(|s| match s.parse::<i64>() {
+            Ok(n) => Ok((n != 0).then_some(AttnRot::Off)),
+            Err(_) => Err("it is a number".to_owned()),
+        })?;
+        let attn_rot = match args.attn_rot.or(env::ATTN_ROT.parse(str::parse)?).or(disabled.flatten()) {
+            Some(AttnRot::On) => Some(true),
+            Some(AttnRot::Off) => Some(false),
+            Some(AttnRot::Auto) | None => config.attn_rot,
+        };
 
         let flash = args.flash_attn.or(env::FLASH_ATTN.parse(str::parse)?).or(config.flash_attn);
         let swa_env = env::SWA_FULL.parse(|s| match s.parse() {
@@ -232,6 +232,7 @@ impl Decoder {
             type_k,
             type_v,
             v_trans: flash == Some(FlashAttn::Off),
+            attn_rot,
             swa_full: args.swa_full || swa_env.or(config.swa_full).unwrap_or(false),
             n_stream: args.n_stream.or(streams).or(config.n_stream).unwrap_or(1),
             types_told: [k_told, v_told],

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvlayout::{Guard, Header, HeaderError, KvMap, KvSink, Part, Regions, Scatter, ShareRefusal};
+use kvlayout::{Guard, Header, HeaderError, KvMap, KvSink, Regions, Scatter, ShareRefusal};
 
 use crate::exit::{self, Error, Kind, Result};
 use crate::handoff::Ready;
@@ -24,7 +24,7 @@ pub fn hand_over(ready: &Ready<'_>, shared: Shared) -> Result<()> {
     let Shared { header: path, fds } = shared;
     // Refusals. All of them are made here.
     let header = read_header(&path)?;
-    let decoder = agree(ready.decoder, &header)?;
+    let decoder = ready.settle_rotation(&agree(ready.decoder, &header)?, None)?;
     let spec = engine.kv_spec(&decoder)?;
     let work = ready.prepare(&decoder)?;
     let layout = header.resolve(&spec, decoder.n_ctx, fds.len()).map_err(exit::share_refusal)?;
@@ -72,11 +72,6 @@ fn agree(told: &Decoder, header: &Header) -> Result<Decoder> {
     let pick = |told, ours, header: Option<_>| if told { ours } else { header.unwrap_or(ours) };
     let type_k = pick(k, told.type_k, header.params.type_k);
     let type_v = pick(v, told.type_v, header.params.type_v);
-    for (part, ty) in [(Part::K, type_k), (Part::V, type_v)] {
-        if !ty.is_supported() {
-            return Err(exit::refusal(kvlayout::Refusal::UnsupportedType { part, ty }).context("the header"));
-        }
-    }
     if told.v_trans && header.params.flash_attn == Some(true) {
         let text = "the header says flash_attn on, this program was told off (--flash-attn)";
         return Err(Error::new(Kind::Refused, text));

@@ -43,7 +43,12 @@ impl Random {
 
 /// A llama of two layers and 64 channels, in F32; `change` may spoil it.
 pub fn model(n_layer: u32, change: impl FnOnce(&mut Writer)) -> Writer {
-    let (n_embd, n_ff, n_head, n_head_kv) = (64u64, 128u64, 4u32, 2u32);
+    model_of_heads(n_layer, 4, 2, change)
+}
+
+/// The same with other numbers of query and key-value heads.
+pub fn model_of_heads(n_layer: u32, n_head: u32, n_head_kv: u32, change: impl FnOnce(&mut Writer)) -> Writer {
+    let (n_embd, n_ff) = (64u64, 128u64);
     let n_kv = n_embd / u64::from(n_head) * u64::from(n_head_kv);
     let mut w = Writer::new("llama");
     w.str("general.name", "tiny");

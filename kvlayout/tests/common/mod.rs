@@ -7,7 +7,7 @@ use kvlayout::*;
 pub fn dense(layers: u32, width: u32) -> KvSpec {
     let layers = (0..layers).map(|layer| LayerKv { layer, n_embd_k: width, n_embd_v: width }).collect();
     KvSpec {
-        sections: vec![KvSection { layers, window: None }],
+        sections: vec![KvSection { layers, window: None, n_rot: (0, 0) }],
         recurrent: None,
         type_k: CacheType::F16,
         type_v: CacheType::F16,
@@ -22,7 +22,10 @@ pub fn dense(layers: u32, width: u32) -> KvSpec {
 pub fn windowed(layers: u32, width: u32, window: u32) -> KvSpec {
     let mut spec = dense(layers, width);
     let (full, local) = spec.sections[0].layers.iter().partition(|l| l.layer % 3 == 2);
-    spec.sections = vec![KvSection { layers: full, window: None }, KvSection { layers: local, window: Some(window) }];
+    spec.sections = vec![
+        KvSection { layers: full, window: None, n_rot: (0, 0) },
+        KvSection { layers: local, window: Some(window), n_rot: (0, 0) },
+    ];
     spec
 }
 

@@ -36,7 +36,7 @@ RUNS = {
         ("np2slot1", {"np": 2, "slot": 1, "versions": [2, 4]}),
         ("empty", {"tokens": 0}),
     ],
-    "head64": [("q8_0", {"k": "Q8_0", "v": "Q8_0"})]
+    "head64": [("q8_0", {"k": "Q8_0", "v": "Q8_0"}), ("f32", {"k": "F32", "v": "F32", "versions": [4]})]
     + [(t.lower(), {"k": t, "v": t, "versions": [4]}) for t in ["Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL"]],
     "gemma3": [("f16", {}), ("vtrans", {"fa": 0}), ("swafull", {"swa_full": True, "versions": [4]})],
     "qwen2vl": [("f16", {})],

@@ -1,11 +1,11 @@
 //! A model, ready to run: its numbers and its tensors, and what the decoder's memory for it looks like.
 
+use crate::layer::attention::AttentionSpec;
 use crate::spec::Spec;
 use crate::weights::Weights;
 use crate::{Error, KvSink};
 use gguf::Gguf;
 use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, Part};
-use npu_kernels::host::rowops::Precision;
 
 /// A model over a mapped file.
 #[derive(Debug)]
@@ -23,6 +23,8 @@ pub struct CacheParams {
     pub type_v: CacheType,
     /// V is transposed: flash attention is off.
     pub v_trans: bool,
+    /// It rotates the rows of quantised caches, as builds since April 2026 do unless told otherwise.
+    pub attn_rot: bool,
     /// `--swa-full`.
     pub swa_full: bool,
     /// Streams of the cache: the number of slots without a unified cache, else 1.
@@ -71,17 +73,31 @@ impl<'g> Model<'g> {
     /// The decoder's memory for this model.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when the context size decides and is not known; models whose memory is not known are refused
-    /// when loaded.
+    /// [`Error::Unsupported`] when the context size decides and is not known, and for a quantised cache of heads that are no whole
+    /// number of blocks, which no server has; models whose memory is not known are refused when loaded.
     pub fn kv_spec(&self, params: &CacheParams) -> Result<KvSpec, Error> {
         self.check_context(params.n_ctx)?;
         let attention = || (0u32..).zip(&self.spec.layers).filter_map(|(i, l)| Some((i, l.mixer.attention()?)));
+        let heads = || attention().map(|(_, a)| a);
+        let part = |part: char, ty: CacheType, head: &dyn Fn(&AttentionSpec) -> usize| {
+            let block = ty.block_elems();
+            match heads().map(head).find(|head| !(*head as u64).is_multiple_of(block)) {
+                None => Ok(()),
+                Some(head) => Err(Error::Unsupported {
+                    what: format!("a {part} cache of {ty} for heads of {head} channels"),
+                    hint: format!("its blocks have {block}, and llama.cpp wants whole ones; use f16, bf16 or f32"),
+                }),
+            }
+        };
+        part('K', params.type_k, &|a| a.head_k)?;
+        part('V', params.type_v, &|a| a.head_v)?;
         let pick = |windowed: bool| KvSection {
             layers: attention()
                 .filter(|(_, a)| a.windowed == windowed)
                 .map(|(layer, a)| LayerKv { layer, n_embd_k: a.n_embd_k() as u32, n_embd_v: a.n_embd_v() as u32 })
                 .collect(),
             window: self.spec.window.filter(|_| windowed),
+            n_rot: rotation(&self.spec, windowed, params.type_k, params.type_v, params.attn_rot),
         };
         // A model with a window has two caches even where the pattern leaves one of them without layers.
         let sections = if self.spec.window.is_some() { vec![pick(false), pick(true)] } else { vec![pick(false)] };
@@ -98,14 +114,23 @@ impl<'g> Model<'g> {
     }
 }
 
-/// What attention reads back from the decoder's cache: values of the cache's precision. Asked of the sink's spec, not
-/// of the sink, since rows that a window drops are still attended to.
-pub(crate) fn precision(ty: CacheType) -> Precision {
-    match ty {
-        CacheType::F16 => Precision::F16,
-        CacheType::Bf16 => Precision::Bf16,
-        _ => Precision::F32,
-    }
+/// The widths in which keys and values of the cache of layers with or without a window are rotated before they are stored; 0 where
+/// they are not. A cache is rotated only where the heads of all its layers have one size.
+pub(crate) fn rotation(
+    spec: &Spec,
+    windowed: bool,
+    type_k: CacheType,
+    type_v: CacheType,
+    attn_rot: bool,
+) -> (u32, u32) {
+    let one = |head: &dyn Fn(&AttentionSpec) -> usize| {
+        let mut all = crate::layer::attention::layers(spec).filter(|a| a.windowed == windowed).map(head);
+        let first = all.next().unwrap_or(0);
+        if all.all(|h| h == first) { first as u32 } else { 0 }
+    };
+    let (k, v) = kvlayout::rotation_widths(one(&|a| a.head_k), one(&|a| a.head_v));
+    let width = |n, ty: CacheType| if attn_rot && ty.is_quantised() { n } else { 0 };
+    (width(k, type_k), width(v, type_v))
 }
 
 /// Whether a sink takes a layer's keys or values at all.

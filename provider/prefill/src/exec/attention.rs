@@ -1,18 +1,24 @@
 //! The steps of attention.
 
-use super::{Bad, Host, SCRATCH, Stage, ms};
+use super::{Bad, Host, SCRATCH, Stage, ms, round_to};
 use crate::arch::Over;
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
-use crate::model::{Model, wanted};
+use crate::model::{Model, rotation, wanted};
 use crate::plan::Command;
 use crate::weights::{Norm, distinct};
 use crate::{Error, KvSink};
-use kvlayout::Part;
+use kvlayout::{Part, hadamard};
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Heads, attention};
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
 use std::time::Instant;
+
+/// Widths in which a layer's keys, and with them queries, and its values are rotated before they are stored; 0 = not.
+fn widths<K>(host: &Host<'_, K>, a: &AttentionSpec) -> (usize, usize) {
+    let (k, v) = rotation(host.model.spec(), a.windowed, host.round_k, host.round_v, host.attn_rot);
+    (k as usize, v as usize)
+}
 
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
 pub(super) struct Room {
@@ -64,7 +70,7 @@ impl Room {
             AttentionOp::Qkv { n, .. } => self.qkv(host, stage, c, weights, *n),
             AttentionOp::StoreKv => return self.store_kv(host, c, spec, weights, sink),
             AttentionOp::Attend { window, .. } => self.attend(host, c, spec, weights, *window),
-            AttentionOp::Out { k, n } => self.out(host, stage, c, weights, *k, *n)?,
+            AttentionOp::Out { k, n } => self.out(host, stage, c, (spec, weights), *k, *n)?,
         }
         Ok(0.0)
     }
@@ -106,8 +112,8 @@ impl Room {
                 part.iter_mut().for_each(|v| *v = v.clamp(-limit, limit));
             }
         }
-        // Norm and rotation, in place.
-        let (kernel, table, round_q) = (host.kernel, &self.table, host.round_q);
+        // Norm, rotary embedding and the cache's rotation, in place.
+        let (kernel, table, round_q, (rot_k, rot_v)) = (host.kernel, &self.table, host.round_q, widths(host, a));
         let rule = spec.arch.qk_norm_rule;
         let normed = |row: &mut [f32], norm: &Norm, buffer: &mut Vec<f32>| {
             let step = if rule.over == Over::Row { row.len().max(1) } else { hk };
@@ -139,23 +145,26 @@ impl Room {
                 q.iter_mut().for_each(|v| *v *= factor);
             }
         };
-        let mut rows: Vec<(&mut [f32], &mut [f32])> = Vec::with_capacity(m);
-        let mut q_rest = &mut self.q[..m * nq];
-        let mut k_rest = &mut self.k[..m * nk];
+        let mut rows: Vec<[&mut [f32]; 3]> = Vec::with_capacity(m);
+        let mut rest = [&mut self.q[..m * nq], &mut self.k[..m * nk], &mut self.v[..m * nv]];
         for _ in 0..m {
-            let (q, rest) = q_rest.split_at_mut(nq);
-            q_rest = rest;
-            let (k, rest) = k_rest.split_at_mut(nk);
-            k_rest = rest;
-            rows.push((q, k));
+            let [q, k, v] = rest;
+            let ((q, q_rest), (k, k_rest), (v, v_rest)) = (q.split_at_mut(nq), k.split_at_mut(nk), v.split_at_mut(nv));
+            rest = [q_rest, k_rest, v_rest];
+            rows.push([q, k, v]);
         }
-        host.pool.for_each_mut(&mut rows, |i, (q, k)| {
-            SCRATCH.with_borrow_mut(|(buffer, half)| {
+        host.pool.for_each_mut(&mut rows, |i, [q, k, v]| {
+            SCRATCH.with_borrow_mut(|(buffer, _)| {
                 turn(i, q, w.q_norm.as_ref(), buffer);
                 turn(i, k, w.k_norm.as_ref(), buffer);
-                grow(i, q);
-                rowops::round_to(round_q, q, half);
             });
+            grow(i, q);
+            kernel.rows(|| {
+                hadamard(q, rot_k);
+                hadamard(k, rot_k);
+                hadamard(v, rot_v);
+            });
+            round_to(round_q, q);
         });
         drop(rows);
 
@@ -168,9 +177,13 @@ impl Room {
         let took = ms(started.elapsed());
 
         if !last {
-            let mut half = Vec::new();
-            rowops::round_to(host.round_k, &mut self.k[..m * nk], &mut half);
-            rowops::round_to(host.round_v, &mut self.v[..m * nv], &mut half);
+            let (k, v) = (self.k[..m * nk].chunks_exact_mut(nk), self.v[..m * nv].chunks_exact_mut(nv));
+            let mut rows: Vec<(&mut [f32], &mut [f32])> = k.zip(v).collect();
+            host.pool.for_each_mut(&mut rows, |_, (k, v)| {
+                round_to(host.round_k, k);
+                round_to(host.round_v, v);
+            });
+            drop(rows);
             if c.rows.start == 0 {
                 self.clear_caches(a);
             }
@@ -241,16 +254,18 @@ impl Room {
         host: &Host<'_, K>,
         stage: &mut Stage,
         c: &Command,
-        w: &AttentionWeights<'_>,
+        (a, w): (&AttentionSpec, &AttentionWeights<'_>),
         k: usize,
         n: usize,
     ) -> Result<(), Error> {
         let m = c.rows.len();
         let bad = Bad::default();
-        let attn = &self.attn;
+        let (attn, kernel, (_, rot_v)) = (&self.attn, host.kernel, widths(host, a));
         self.acts.reshape(m, k);
-        self.acts.fill(host.kernel, host.pool, |i, row| {
+        self.acts.fill(kernel, host.pool, |i, row| {
             row.copy_from_slice(&attn[i * k..][..k]);
+            // What the values were turned by, back.
+            kernel.rows(|| hadamard(row, rot_v));
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the output of attention")?;

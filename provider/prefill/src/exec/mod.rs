@@ -6,7 +6,7 @@ mod dense;
 mod experts;
 
 use crate::layer::LayerWeights;
-use crate::model::{Model, precision};
+use crate::model::Model;
 use crate::plan::{Command, Half, Op, Plan, Work};
 use crate::weights::Linear;
 use crate::{Error, Isa, KvSink};
@@ -35,12 +35,15 @@ pub struct Options {
     pub type_v: CacheType,
     /// The decoder's context size for one sequence, where known: some models have other rotations in a larger one.
     pub n_ctx: Option<u32>,
+    /// The decoder rotates the rows of quantised caches.
+    pub attn_rot: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        Options { threads, chunk: 512, isa: Isa::detect(), type_k: CacheType::F16, type_v: CacheType::F16, n_ctx: None }
+        let (type_k, type_v) = (CacheType::F16, CacheType::F16);
+        Options { threads, chunk: 512, isa: Isa::detect(), type_k, type_v, n_ctx: None, attn_rot: true }
     }
 }
 
@@ -99,10 +102,11 @@ pub fn run(
             kernel,
             pool: &pool,
             model,
-            round_k: precision(options.type_k),
-            round_v: precision(options.type_v),
+            round_k: options.type_k,
+            round_v: options.type_v,
             round_q: round_q(options),
             n_ctx: options.n_ctx,
+            attn_rot: options.attn_rot,
         };
         Run::new(host, tokens, &plan).all(&plan, sink, hooks)?
     });
@@ -117,11 +121,22 @@ fn ms(d: Duration) -> f64 {
 
 /// What queries are rounded to before they meet keys. ggml's tiled attention, which takes batches of 64 rows and more,
 /// keeps them f32; it exists for caches whose keys and values are both f16 or both f32 (`use_tiled` in
-/// `ggml_compute_forward_flash_attn_ext_f16`). For others, queries become what the keys are.
-fn round_q(options: &Options) -> Precision {
+/// `ggml_compute_forward_flash_attn_ext_f16`). For others, queries become what the keys are, or 8-bit blocks where keys are
+/// blocks (`vec_dot_type`).
+fn round_q(options: &Options) -> CacheType {
     match (options.type_k, options.type_v) {
-        (CacheType::F16, CacheType::F16) | (CacheType::F32, CacheType::F32) => Precision::F32,
-        (keys, _) => precision(keys),
+        (CacheType::F16, CacheType::F16) | (CacheType::F32, CacheType::F32) => CacheType::F32,
+        (keys, _) if keys.is_quantised() => CacheType::Q8_0,
+        (keys, _) => keys,
+    }
+}
+
+/// Makes values what attention reads back from a cache of this type.
+fn round_to(ty: CacheType, values: &mut [f32]) {
+    match ty {
+        CacheType::F32 => {}
+        CacheType::F16 => SCRATCH.with_borrow_mut(|(_, half)| rowops::round_to(Precision::F16, values, half)),
+        ty => ty.round(values),
     }
 }
 
@@ -132,9 +147,11 @@ struct Host<'a, K> {
     pool: &'a Pool,
     model: &'a Model<'a>,
     /// What attention's keys and values are rounded to: the decoder reads them back from its cache.
-    round_k: Precision,
-    round_v: Precision,
-    round_q: Precision,
+    round_k: CacheType,
+    round_v: CacheType,
+    round_q: CacheType,
+    /// Quantised rows are rotated before they are stored.
+    attn_rot: bool,
     /// The decoder's context.
     n_ctx: Option<u32>,
 }

@@ -19,7 +19,7 @@ impl Hooks for Quiet {
 }
 
 pub fn params(ty: CacheType) -> CacheParams {
-    CacheParams { type_k: ty, type_v: ty, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None }
+    CacheParams { type_k: ty, type_v: ty, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None, attn_rot: true }
 }
 
 pub fn options() -> Options {
