@@ -54,9 +54,11 @@ fn quantised_caches_and_their_rotation() {
     run(&["--state-version", "4", "--attn-rot", "off"]).receipt();
     let plain = scene.state();
     assert_eq!(stream(&plain).n_rot, Some((0, 0)));
-    // The same rows but for what 8 and 4 bits leave out; without the rotation back they are far apart.
+    // The same rows but for what 8 bits leave out, and after the first layer what 4 bits of V do; without the rotation back
+    // they are far apart.
     for e in kvlayout::compare::numeric(&plain, &rotated).unwrap() {
-        assert!(e.rel_l2 > 1e-4 && e.rel_l2 < if e.part == kvlayout::Part::K { 0.02 } else { 0.15 }, "{e:?}");
+        let eight_bits = e.part == kvlayout::Part::K && e.layer == 0;
+        assert!(e.rel_l2 > 1e-4 && e.rel_l2 < if eight_bits { 0.02 } else { 0.2 }, "{e:?}");
     }
     std::fs::remove_file(&scene.out).unwrap();
     for version in ["2", "3"] {
