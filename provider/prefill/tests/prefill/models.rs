@@ -250,6 +250,7 @@ fn rotations_that_depend_on_the_context_ask_for_it() {
         swa_full: false,
         n_stream: 1,
         n_ctx,
+        attn_rot: true,
     };
     let message = model.kv_spec(&params(None)).unwrap_err().to_string();
     assert!(message.contains("context size") && message.contains("-c"), "{message}");
