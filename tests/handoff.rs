@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Ran, Scene, check_state, model_of_heads, program};
+use common::{Ran, Scene, check_state, hybrid, model_of_heads, program};
 use kvlayout::{CacheType, Section, State, StateVersion, TokenForm};
 
 fn stream(state: &State) -> &kvlayout::Stream {
@@ -85,6 +85,22 @@ fn quantised_caches_and_their_rotation() {
     run(&["--state-version", "4", "-fa", "off"]).failed(76, "V cache type q4_0 with flash attention off");
     scene.run(&["-ctk", "q5_1", "-fa", "off", "--state-version", "4"]).receipt();
     assert_eq!(stream(&scene.state()).n_rot, Some((64, 0)));
+}
+
+#[test]
+fn recurrent_state_is_that_of_the_last_id() {
+    for n in [1, 2, 40] {
+        let scene = Scene::new(n);
+        hybrid().write(&scene.model).unwrap();
+        for version in ["2", "3", "4"] {
+            scene.run(&["--state-version", version]).receipt();
+            let state = scene.state();
+            let Section::Rec(rec) = &state.sections[1] else { panic!("{:?}", state.shape()) };
+            assert_eq!((rec.n_layer, rec.cells.len(), rec.cells[0].pos), (2, 1, n as i32 - 1));
+            let widths: Vec<u32> = rec.records.iter().map(|t| t.width).collect();
+            assert_eq!((widths, stream(&state).cells.len()), (vec![128, 0], n));
+        }
+    }
 }
 
 #[test]

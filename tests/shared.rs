@@ -555,6 +555,17 @@ fn headers_that_are_none() {
 }
 
 #[test]
+fn a_model_with_recurrent_state_is_refused_by_name() {
+    let scene = Scene::new(20);
+    let decoder = Decoder::new(&scene);
+    common::hybrid().write(&scene.model).unwrap();
+    decoder.refuses(&scene, &[], 76, "the model has recurrent state");
+    let mut c = program();
+    let ran = Ran::from(c.arg("layout").arg("--model").arg(&scene.model).output().unwrap());
+    ran.failed(76, "the model has recurrent state");
+}
+
+#[test]
 fn headers_of_another_memory() {
     let scene = Scene::new(300);
     let decoder = Decoder::new(&scene);

@@ -91,6 +91,10 @@ pub struct Distances {
     pub row0: [f64; 2],
     /// The worst row, K and V.
     pub row: [f64; 2],
+    /// Model layer 0's recurrent state: convolution history (R) and state (S).
+    pub state0: [f64; 2],
+    /// The worst layer's, R and S.
+    pub state: [f64; 2],
     /// The worst row's 1 - cosine.
     pub one_minus_cos: f64,
     /// The largest difference of one value.
@@ -107,6 +111,8 @@ impl Distances {
         mean: [0.0; 2],
         row0: [0.0; 2],
         row: [0.0; 2],
+        state0: [0.0; 2],
+        state: [0.0; 2],
         one_minus_cos: 0.0,
         max_abs: 0.0,
         equal: 1.0,
@@ -121,6 +127,8 @@ impl Distances {
             mean: two(self.mean, o.mean),
             row0: two(self.row0, o.row0),
             row: two(self.row, o.row),
+            state0: two(self.state0, o.state0),
+            state: two(self.state, o.state),
             one_minus_cos: self.one_minus_cos.max(o.one_minus_cos),
             max_abs: self.max_abs.max(o.max_abs),
             equal: self.equal.min(o.equal),
@@ -137,13 +145,22 @@ pub fn distances(reference: &State, other: &State, shape: &Shape) -> Result<(Dis
     let (mut count, mut values, mut equal) = ([0usize; 2], 0usize, 0usize);
     for e in &errors {
         let part = match e.part {
-            Part::K => 0,
-            Part::V => 1,
-            _ => continue,
+            Part::K | Part::R => 0,
+            Part::V | Part::S => 1,
         };
         let layer = shape.model_layer(e.section, e.layer).with_context(|| {
             format!("section {} of the file has a layer {}, the model has none there", e.section, e.layer)
         })?;
+        values += e.values;
+        equal += e.equal;
+        d.max_abs = d.max_abs.max(e.max_abs);
+        if matches!(e.part, Part::R | Part::S) {
+            if layer == 0 {
+                d.state0[part] = e.rel_l2;
+            }
+            d.state[part] = d.state[part].max(e.rel_l2);
+            continue;
+        }
         if layer == 0 {
             d.layer0[part] = d.layer0[part].max(e.rel_l2);
             d.row0[part] = d.row0[part].max(e.row_max_rel);
@@ -152,10 +169,7 @@ pub fn distances(reference: &State, other: &State, shape: &Shape) -> Result<(Dis
         d.mean[part] += e.rel_l2;
         d.row[part] = d.row[part].max(e.row_max_rel);
         d.one_minus_cos = d.one_minus_cos.max(e.row_max_one_minus_cos);
-        d.max_abs = d.max_abs.max(e.max_abs);
         count[part] += 1;
-        values += e.values;
-        equal += e.equal;
     }
     for (mean, count) in d.mean.iter_mut().zip(count) {
         *mean /= count.max(1) as f64;
@@ -188,6 +202,16 @@ pub fn judge(d: &Distances, weights: Weights, cache: [CacheType; 2], noise: &Dis
     let mut put = |what: String, value: f64, limit: f64| out.push(Measure { what, value, limit });
     let widen = if cache.contains(&CacheType::Bf16) { tol::BF16_CACHE } else { 1.0 };
     let quantised = cache.map(CacheType::is_quantised);
+    // A state of f32 numbers, whatever the type of the attention cache.
+    let recurrent = d.state != [0.0; 2];
+    for (i, part) in ["R", "S"].iter().enumerate().filter(|_| recurrent) {
+        let (layer0, layer) = match tol::absolute(weights) {
+            Some(t) => (t.state0[i], t.state[i]),
+            None => (tol::QUANTISED_LAYER0[i], tol::NOISE * noise.state[i].max(tol::NOISE_FLOOR)),
+        };
+        put(format!("layer 0 {part}"), d.state0[i], layer0);
+        put(format!("worst layer {part}"), d.state[i], layer);
+    }
     match tol::absolute(weights).filter(|_| quantised == [false; 2]) {
         Some(t) => {
             for (i, part) in ["K", "V"].iter().enumerate() {

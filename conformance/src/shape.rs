@@ -1,10 +1,10 @@
-//! What of a model decides the shape of a decoder's memory: layers, heads, windows. Read from the model's keys alone.
+//! What of a model decides the shape of a decoder's memory: layers, heads, windows, recurrent state. Read from the model's keys alone.
 
 use anyhow::{Context as _, Result, ensure};
 use gguf::Gguf;
-use kvlayout::{CacheType, KvSection, KvSpec, LayerKv};
+use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, LayerRec, RecSection};
 
-/// The shape of a model's attention memory.
+/// The shape of a model's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shape {
     /// `general.architecture`.
@@ -23,6 +23,9 @@ pub struct Shape {
     pub window: Option<usize>,
     /// Per layer: it sees only the window.
     pub sliding: Vec<bool>,
+    /// Per layer: the numbers in its convolution's history and in its state, where it is recurrent. Recurrent layers do not
+    /// attend.
+    pub recurrent: Vec<Option<(usize, usize)>>,
     /// Whether all matrices are f32, all f16 (or f32), or quantised.
     pub weights: Weights,
 }
@@ -76,21 +79,22 @@ impl Shape {
         let key = |k: &str| format!("{arch}.{k}");
         let number = |k: &str| -> Result<Option<usize>> { Ok(model.u32(&key(k))?.map(|n| n as usize)) };
         let need = |k: &str| number(k)?.with_context(|| format!("no {}", key(k)));
-        let (n_embd, n_layer, n_head) =
+        let (n_embd, n_block, n_head) =
             (need("embedding_length")?, need("block_count")?, need("attention.head_count")?);
-        ensure!(n_head > 0, "{} is 0", key("attention.head_count"));
+        // Blocks that only predict more tokens have no place in the memory.
+        let n_layer = n_block - number("nextn_predict_layers")?.unwrap_or(0).min(n_block);
         let per_layer = |k: &str, default: usize| -> Result<Vec<usize>> {
             match model.get(&key(k)) {
                 Some(gguf::Value::Array(a)) => {
-                    ensure!(a.len() == n_layer, "{} has {} entries for {n_layer} layers", key(k), a.len());
-                    a.iter_u64()?.map(|v| Ok(usize::try_from(v?)?)).collect()
+                    ensure!(a.len() == n_block, "{} has {} entries for {n_block} blocks", key(k), a.len());
+                    a.iter_u64()?.take(n_layer).map(|v| Ok(usize::try_from(v?)?)).collect()
                 }
                 _ => Ok(vec![number(k)?.unwrap_or(default); n_layer]),
             }
         };
         let heads_kv = per_layer("attention.head_count_kv", n_head)?;
-        let head_k = number("attention.key_length")?.unwrap_or(n_embd / n_head);
-        let head_v = number("attention.value_length")?.unwrap_or(n_embd / n_head);
+        let head_k = number("attention.key_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
+        let head_v = number("attention.value_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
         let rule = window_rule(&arch, n_layer);
         let window = match rule {
             Some((default, _)) => number("attention.sliding_window")?.or(default).filter(|&n| n > 0),
@@ -114,10 +118,21 @@ impl Shape {
             _ => false,
         };
         let cell_ext = match arch.as_str() {
-            "qwen2vl" | "paddleocr" | "qwen3vl" => true,
+            "qwen2vl" | "paddleocr" | "qwen3vl" | "qwen35" | "qwen35moe" => true,
             "glm4" | "hunyuan_vl" => several,
             _ => false,
         };
+        // By the tensors: what a layer consists of cannot be told from a key alone for all architectures.
+        let rows = |il: usize, name: &str, axis: usize| -> Option<usize> {
+            model.tensor(&format!("blk.{il}.{name}")).map(|t| t.ne[axis] as usize)
+        };
+        let state = |il: usize| -> Result<Option<(usize, usize)>> {
+            if let (Some(taps), Some(channels)) = (rows(il, "ssm_conv1d.weight", 0), rows(il, "ssm_conv1d.weight", 1)) {
+                return Ok(Some(((taps - 1) * channels, need("ssm.state_size")? * need("ssm.inner_size")?)));
+            }
+            Ok(rows(il, "shortconv.conv.weight", 0).map(|taps| ((taps - 1) * n_embd, 0)))
+        };
+        let recurrent = (0..n_layer).map(state).collect::<Result<Vec<_>>>()?;
         let embeddings = model.tensor("token_embd.weight").context("no tensor token_embd.weight")?;
         let mut weights = Weights::F32;
         for t in model.tensors().filter(|t| t.name.starts_with("blk.") && t.n_dims > 1) {
@@ -136,6 +151,7 @@ impl Shape {
             head_v,
             window,
             sliding,
+            recurrent,
             weights,
         })
     }
@@ -147,20 +163,28 @@ impl Shape {
             n_embd_k: (self.heads_kv[il] * self.head_k) as u32,
             n_embd_v: (self.heads_kv[il] * self.head_v) as u32,
         };
-        let pick =
-            |sliding: bool| (0..self.sliding.len()).filter(|&il| self.sliding[il] == sliding).map(layer).collect();
+        let pick = |sliding: bool| self.attending(sliding).map(layer).collect();
         // By llama.cpp's rule: keys in the largest power of two times 64 that divides a head, values in 64, quantised caches only.
         let widest = |head: usize| (6..16).map(|i| 1 << i).take_while(|n| head.is_multiple_of(*n)).last().unwrap_or(0);
         let keys = if o.type_k.is_quantised() { widest(self.head_k) } else { 0 };
         let values = if o.type_v.is_quantised() { widest(self.head_v).min(64) } else { 0 };
         let n_rot = (keys as u32, values as u32);
         let mut sections = vec![KvSection { layers: pick(false), window: None, n_rot }];
+        if self.attending(false).chain(self.attending(true)).next().is_none() {
+            sections.clear();
+        }
         if let Some(window) = self.window {
             sections.push(KvSection { layers: pick(true), window: Some(window as u32), n_rot });
         }
+        let rec = |il: usize| {
+            let (r, s) = self.recurrent[il]?;
+            Some(LayerRec { layer: il as u32, n_embd_r: r as u32, n_embd_s: s as u32 })
+        };
+        let layers: Vec<LayerRec> = (0..self.recurrent.len()).filter_map(rec).collect();
+        let recurrent = (!layers.is_empty()).then_some(RecSection { n_layer: self.recurrent.len() as u32, layers });
         KvSpec {
             sections,
-            recurrent: None,
+            recurrent,
             type_k: o.type_k,
             type_v: o.type_v,
             v_trans: !o.flash_attn,
@@ -172,7 +196,16 @@ impl Shape {
 
     /// The model layer of a section's n-th layer.
     pub fn model_layer(&self, section: usize, index: usize) -> Option<usize> {
-        let sliding = section == 1;
-        (0..self.sliding.len()).filter(|&il| self.sliding[il] == sliding).nth(index)
+        let attends = self.recurrent.iter().any(Option::is_none);
+        match (section, self.window) {
+            (0, _) if attends => self.attending(false).nth(index),
+            (1, Some(_)) => self.attending(true).nth(index),
+            _ => (0..self.recurrent.len()).filter(|&il| self.recurrent[il].is_some()).nth(index),
+        }
+    }
+
+    /// The layers that attend, to everything or to the window.
+    fn attending(&self, sliding: bool) -> impl Iterator<Item = usize> {
+        (0..self.sliding.len()).filter(move |&il| self.sliding[il] == sliding && self.recurrent[il].is_none())
     }
 }

@@ -16,6 +16,11 @@ pub struct Distance {
     pub layer: [f64; 2],
     /// Any single row of any layer, K and V.
     pub row: [f64; 2],
+    /// Recurrent state of model layer 0: convolution history (R) and state (S). R is a projection, as K and V are before RoPE.
+    /// S is a sum over all positions, each term rounded once, and fades.
+    pub state0: [f64; 2],
+    /// Recurrent state of any layer, R and S: the same after what earlier layers differ in.
+    pub state: [f64; 2],
     /// 1 - cosine of any single row.
     pub one_minus_cos: f64,
 }
@@ -23,13 +28,25 @@ pub struct Distance {
 /// Models of f32 weights. Exact (double precision) arithmetic is 4e-7 away in layer 0 (1.4e-5 after rounding both to an f16
 /// cache) and up to 1e-3 in later layers; a server is up to 1.3e-3 away from itself. These are about twice that. The smallest
 /// deliberate mistake (RoPE base x 1.01, a tenth of the norms' epsilon) is above 2e-3 in layer 0.
-pub const F32: Distance =
-    Distance { layer0: [1e-4, 1e-4], layer: [2e-3, 3e-3], row: [2e-2, 4e-2], one_minus_cos: 2e-4 };
+pub const F32: Distance = Distance {
+    layer0: [1e-4, 1e-4],
+    layer: [2e-3, 3e-3],
+    row: [2e-2, 4e-2],
+    state0: [1e-4, 1e-4],
+    state: [2e-3, 3e-3],
+    one_minus_cos: 2e-4,
+};
 
 /// Models of f16 weights: activations are rounded to f16 in products, which alone is 2e-4 in layer 0. Exact arithmetic is up to
 /// 1.6e-3 away in later layers.
-pub const F16: Distance =
-    Distance { layer0: [1e-3, 1e-3], layer: [2e-3, 4e-3], row: [1e-2, 2e-2], one_minus_cos: 5e-5 };
+pub const F16: Distance = Distance {
+    layer0: [1e-3, 1e-3],
+    layer: [2e-3, 4e-3],
+    row: [1e-2, 2e-2],
+    state0: [1e-3, 1e-3],
+    state: [2e-3, 4e-3],
+    one_minus_cos: 5e-5,
+};
 
 /// Layer 0 of models with any other weights. There a server rounds activations to 8-bit blocks (or bf16), and so must we: exact
 /// arithmetic is 4e-3 to 1.3e-2 away. Who rounds alike is at most 7e-5 away (tiny models; 2e-5 on the real ones), and a norm whose

@@ -92,12 +92,13 @@ fn convolutions_of_another_shape_are_none() {
 #[test]
 fn the_delta_rule_agrees_with_the_oracle_and_does_not_depend_on_chunks() {
     for shape in [
-        delta::Shape { heads: 1, key_heads: 1, dim: 1 },
-        delta::Shape { heads: 4, key_heads: 2, dim: 8 },
-        delta::Shape { heads: 3, key_heads: 3, dim: 40 },
-        delta::Shape { heads: 2, key_heads: 1, dim: 128 },
+        delta::Shape { heads: 1, key_heads: 1, dim: 1, interleaved: true },
+        delta::Shape { heads: 4, key_heads: 2, dim: 8, interleaved: false },
+        delta::Shape { heads: 6, key_heads: 2, dim: 5, interleaved: true },
+        delta::Shape { heads: 3, key_heads: 3, dim: 40, interleaved: false },
+        delta::Shape { heads: 2, key_heads: 1, dim: 128, interleaved: false },
     ] {
-        let delta::Shape { heads, key_heads, dim } = shape;
+        let delta::Shape { heads, key_heads, dim, interleaved } = shape;
         let mut rng = Rng(7 + dim as u64);
         for n in LENGTHS {
             // Rows of queries, keys and values side by side, as a fused projection leaves them.
@@ -112,7 +113,7 @@ fn the_delta_rule_agrees_with_the_oracle_and_does_not_depend_on_chunks() {
             let (mut want, mut cell) = (vec![vec![0.0; values]; n], Vec::new());
             for h in 0..heads {
                 let part = |t: usize, at: usize| rows[t * stride + at..][..dim].to_vec();
-                let of = h % key_heads * dim;
+                let of = if interleaved { h / (heads / key_heads) } else { h % key_heads } * dim;
                 let step = |t: usize| {
                     let (g, b) = (decay[t * heads + h], beta[t * heads + h]);
                     (part(t, of), part(t, keys + of), part(t, 2 * keys + h * dim), g, b)

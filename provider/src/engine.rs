@@ -99,18 +99,19 @@ fn embedding_bytes(table: &gguf::Tensor<'_>, prompt: Prompt<'_>) -> u64 {
 }
 
 /// What a prefill touches of the mapped model: all metadata, an embedding per token, and the layers' weights - of the last
-/// layer only those of keys and values.
+/// layer only those of keys and values, or of recurrent state.
 fn mapped_bytes(gguf: &Gguf, last: usize, prompt: Prompt<'_>) -> u64 {
     let metadata: u64 = (0..gguf.paths().len())
         .map(|shard| gguf.tensors().filter(|t| t.shard == shard).map(|t| t.offset).min().unwrap_or(0))
         .sum();
     let last = format!("blk.{last}.");
+    let kept = ["attn_norm", "attn_k", "attn_v", "attn_qkv", "ssm_", "shortconv."];
     let touched = |t: gguf::Tensor<'_>| {
         let len = t.data.len() as u64;
         match (t.name, t.name.strip_prefix(&last)) {
             ("token_embd.weight", _) => len.min(embedding_bytes(&t, prompt)),
             ("output.weight" | "output_norm.weight", _) => 0,
-            (_, Some(name)) if !["attn_norm", "attn_k", "attn_v"].iter().any(|kept| name.starts_with(kept)) => 0,
+            (_, Some(name)) if !kept.iter().any(|kept| name.starts_with(kept)) => 0,
             _ => len,
         }
     };

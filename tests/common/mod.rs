@@ -88,6 +88,49 @@ pub fn model_of_heads(n_layer: u32, n_head: u32, n_head_kv: u32, change: impl Fn
     w
 }
 
+/// An LFM2 of two layers and 64 channels, in F32: a short convolution of three positions, then attention.
+pub fn hybrid() -> Writer {
+    let (n_embd, n_ff, n_kv) = (64u64, 128u64, 32u64);
+    let mut w = Writer::new("lfm2");
+    w.u32("lfm2.block_count", 2);
+    w.u32("lfm2.context_length", 4096);
+    w.u32("lfm2.embedding_length", n_embd as u32);
+    w.u32("lfm2.feed_forward_length", n_ff as u32);
+    w.u32("lfm2.attention.head_count", 4);
+    w.array_u32("lfm2.attention.head_count_kv", &[0, 2]);
+    w.u32("lfm2.shortconv.l_cache", 3);
+    w.f32("lfm2.rope.freq_base", 10_000.0);
+    w.f32("lfm2.attention.layer_norm_rms_epsilon", 1e-5);
+    let mut random = Random(3);
+    let mut add = |name: &str, ne: &[u64]| {
+        let n: u64 = ne.iter().product();
+        let scale = if ne.len() == 1 { 0.0 } else { 1.0 / (ne[0] as f32).sqrt() };
+        let offset = if ne.len() == 1 { 1.0 } else { 0.0 };
+        let values: Vec<f32> = (0..n).map(|_| offset + scale * random.unit()).collect();
+        w.tensor_f32(name, ne, &values).unwrap();
+    };
+    add("token_embd.weight", &[n_embd, N_VOCAB.into()]);
+    add("token_embd_norm.weight", &[n_embd]);
+    add("blk.0.shortconv.in_proj.weight", &[n_embd, 3 * n_embd]);
+    add("blk.0.shortconv.conv.weight", &[3, n_embd]);
+    add("blk.0.shortconv.out_proj.weight", &[n_embd, n_embd]);
+    add("blk.1.attn_q.weight", &[n_embd, n_embd]);
+    add("blk.1.attn_k.weight", &[n_embd, n_kv]);
+    add("blk.1.attn_v.weight", &[n_embd, n_kv]);
+    add("blk.1.attn_output.weight", &[n_embd, n_embd]);
+    add("blk.1.attn_q_norm.weight", &[16]);
+    add("blk.1.attn_k_norm.weight", &[16]);
+    for i in 0..2 {
+        let mut block = |name: &str, ne: &[u64]| add(&format!("blk.{i}.{name}.weight"), ne);
+        block("attn_norm", &[n_embd]);
+        block("ffn_norm", &[n_embd]);
+        block("ffn_gate", &[n_embd, n_ff]);
+        block("ffn_up", &[n_embd, n_ff]);
+        block("ffn_down", &[n_ff, n_embd]);
+    }
+    w
+}
+
 /// A directory with a model, an ids file and room for a state.
 pub struct Scene {
     pub dir: TempDir,

@@ -1,11 +1,12 @@
 //! A model, ready to run: its numbers and its tensors, and what the decoder's memory for it looks like.
 
+use crate::arch::RecurrentLayers;
 use crate::layer::attention::AttentionSpec;
 use crate::spec::Spec;
 use crate::weights::Weights;
 use crate::{Error, KvSink};
 use gguf::Gguf;
-use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, Part};
+use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, LayerRec, Part, RecSection};
 
 /// A model over a mapped file.
 #[derive(Debug)]
@@ -100,10 +101,21 @@ impl<'g> Model<'g> {
             n_rot: rotation(&self.spec, windowed, params.type_k, params.type_v, params.attn_rot),
         };
         // A model with a window has two caches even where the pattern leaves one of them without layers.
-        let sections = if self.spec.window.is_some() { vec![pick(false), pick(true)] } else { vec![pick(false)] };
+        let mut sections = if self.spec.window.is_some() { vec![pick(false), pick(true)] } else { vec![pick(false)] };
+        let layers = (0u32..).zip(&self.spec.layers).filter_map(|(layer, l)| {
+            let (r, s) = l.mixer.recurrent(&self.spec)?;
+            Some(LayerRec { layer, n_embd_r: r as u32, n_embd_s: s as u32 })
+        });
+        // A model of this kind has the memory even where none of its layers uses it.
+        let recurrent =
+            self.spec.arch.recurrence.map(|_| RecSection { n_layer: self.spec.n_layer(), layers: layers.collect() });
+        // One that has recurrent layers only, by its kind, has no attention cache.
+        if self.spec.arch.recurrence.is_some() && self.spec.arch.recurrent_layers == RecurrentLayers::All {
+            sections.clear();
+        }
         Ok(KvSpec {
             sections,
-            recurrent: None,
+            recurrent,
             type_k: params.type_k,
             type_v: params.type_v,
             v_trans: params.v_trans,

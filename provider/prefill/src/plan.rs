@@ -5,9 +5,13 @@
 //! prompt is one embedding per token. A chunk bounds everything else.
 
 use crate::layer;
+use crate::layer::FeedForward;
 use crate::layer::attention::AttentionOp;
+use crate::layer::delta::DeltaOp;
 use crate::layer::dense::DenseOp;
 use crate::layer::experts::ExpertsOp;
+use crate::layer::mamba::MambaOp;
+use crate::layer::shortconv::ShortConvOp;
 use crate::spec::{FfnInput, LayerSpec, Spec};
 use std::fmt;
 use std::ops::Range;
@@ -21,6 +25,12 @@ pub enum Op {
     Norm(Half),
     /// A step of attention.
     Attention(AttentionOp),
+    /// A step of a gated delta net.
+    Delta(DeltaOp),
+    /// A step of a gated short convolution.
+    ShortConv(ShortConvOp),
+    /// A step of a selective scan.
+    Mamba(MambaOp),
     /// A step of the plain feed-forward network.
     Dense(DenseOp),
     /// A step of a mixture of experts.
@@ -67,6 +77,9 @@ impl Command {
     pub fn flops(&self) -> u64 {
         match &self.op {
             Op::Attention(op) => op.flops(&self.rows),
+            Op::Delta(op) => op.flops(self.rows.len() as u64),
+            Op::ShortConv(op) => op.flops(self.rows.len() as u64),
+            Op::Mamba(op) => op.flops(self.rows.len() as u64),
             Op::Dense(op) => op.flops(self.rows.len() as u64),
             Op::Experts(op) => op.flops(self.rows.len() as u64),
             Op::Embed | Op::Norm(_) | Op::Join(_) => 0,
@@ -79,6 +92,9 @@ impl Command {
             Op::Attention(AttentionOp::Qkv { .. } | AttentionOp::Out { .. }) => Work::Gemm,
             Op::Attention(AttentionOp::Attend { .. }) => Work::Attention,
             Op::Dense(DenseOp::GateUp { .. } | DenseOp::Up { .. } | DenseOp::Down { .. }) => Work::Gemm,
+            Op::Delta(DeltaOp::Project { .. } | DeltaOp::Out { .. }) => Work::Gemm,
+            Op::ShortConv(ShortConvOp::Project { .. } | ShortConvOp::Out { .. }) => Work::Gemm,
+            Op::Mamba(MambaOp::Project { .. } | MambaOp::Select { .. } | MambaOp::Out { .. }) => Work::Gemm,
             Op::Experts(ExpertsOp::ExpertsGate) => Work::Other,
             Op::Experts(_) => Work::Gemm,
             _ => Work::Other,
@@ -106,6 +122,10 @@ impl Plan {
             let mut ops = vec![Op::Norm(Half::Mixer)];
             ops.extend(l.mixer.ops(spec, last));
             if !last {
+                if matches!(l.ffn, FeedForward::None) {
+                    ops.push(Op::Join(Half::Mixer));
+                    return ops;
+                }
                 ops.extend(match l.ffn_input {
                     FfnInput::AfterMixer => vec![Op::Join(Half::Mixer), Op::Norm(Half::FeedForward)],
                     // The network's input is made before the mixer's output joins.
@@ -168,6 +188,9 @@ impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Op::Attention(op) => write!(f, "{op:?}"),
+            Op::Delta(op) => write!(f, "Delta{op:?}"),
+            Op::ShortConv(op) => write!(f, "Short{op:?}"),
+            Op::Mamba(op) => write!(f, "Mamba{op:?}"),
             Op::Dense(op) => write!(f, "{op:?}"),
             Op::Experts(op) => write!(f, "{op:?}"),
             other => write!(f, "{other:?}"),

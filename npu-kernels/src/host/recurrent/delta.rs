@@ -20,10 +20,19 @@ const BLOCK: usize = 32;
 pub struct Shape {
     /// Value heads, each with a state.
     pub heads: usize,
-    /// Key heads: value head h reads key head h mod this.
+    /// Key heads, a divisor of it.
     pub key_heads: usize,
     /// Channels of a head, keys and values alike.
     pub dim: usize,
+    /// Neighbouring value heads read the same key head (Qwen3-Next), or value head h reads key head h mod the number of
+    /// key heads (Qwen3.5).
+    pub interleaved: bool,
+}
+
+impl Shape {
+    fn key_head(&self, head: usize) -> usize {
+        if self.interleaved { head / (self.heads / self.key_heads) } else { head % self.key_heads }
+    }
 }
 
 /// The state of every head.
@@ -67,8 +76,8 @@ impl State {
     /// # Panics
     /// When the shapes do not fit, which is the caller's mistake.
     pub fn run<K: Kernel>(&mut self, kernel: K, pool: &Pool, steps: &Steps<'_>, out: &mut [f32]) {
-        let Shape { heads, key_heads, dim } = self.shape;
-        let m = steps.m;
+        let (shape, m) = (self.shape, steps.m);
+        let Shape { heads, dim, .. } = shape;
         assert!(steps.decay.len() == m * heads && steps.beta.len() == m * heads, "{m} positions of {heads} heads");
         assert_eq!(out.len(), m * heads * dim, "an output of {m} positions");
         let scale = 1.0 / (dim as f32).sqrt();
@@ -82,7 +91,7 @@ impl State {
             }
         }
         pool.for_each_mut(&mut tasks, |_, (head, first, rows, out)| {
-            let key_head = *head % key_heads;
+            let key_head = shape.key_head(*head);
             kernel.rows(|| {
                 let n = rows.len() / dim;
                 for (t, out) in out.chunks_exact_mut(n).enumerate() {

@@ -3,7 +3,7 @@
 use super::experts::LLAMA_EXPERTS;
 use super::{
     Activation, Alibi, Arch, AttnScale, FfnShape, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence,
-    QkNorm, RopeRule, WindowRope, WindowRule,
+    QkNorm, RecurrentLayers, RopeRule, WindowRope, WindowRule,
 };
 
 /// Norms before both halves.
@@ -48,6 +48,12 @@ pub(super) const LLAMA: Arch = Arch {
     yarn_keys: false,
     sinks: false,
     experts: None,
+    output_norm: "output_norm",
+    gated_query: false,
+    recurrence: None,
+    recurrent_layers: RecurrentLayers::All,
+    feed_forward: true,
+    nextn: false,
     examples: "Llama 1-3.x, Mistral 7B, SmolLM2, TinyLlama",
 };
 

@@ -126,7 +126,8 @@ const MIXTRAL: ExpertRule = ExpertRule {
     weights_first: false,
 };
 
-const ALWAYS: ExpertRule = ExpertRule { always: true, ..MIXTRAL };
+/// The same, in every model.
+pub(super) const ALWAYS: ExpertRule = ExpertRule { always: true, ..MIXTRAL };
 const OWN: ExpertRule = ExpertRule { width: Width::Own { or_share: false }, ..ALWAYS };
 /// Leading plain layers, shared experts by count, gating and norm by key.
 const DEEPSEEK3: ExpertRule = ExpertRule {

@@ -6,6 +6,7 @@
 
 mod dense;
 pub mod experts;
+mod recurrent;
 
 pub use npu_kernels::host::rowops::Pairing;
 
@@ -236,6 +237,18 @@ pub struct Arch {
     pub sinks: bool,
     /// What its mixtures of experts are like, where it may have them.
     pub experts: Option<&'static experts::ExpertRule>,
+    /// The norm after the last layer, by its tensor's name; it is never computed.
+    pub output_norm: &'static str,
+    /// Every query head has as many channels behind it, whose sigmoid multiplies what the head reads.
+    pub gated_query: bool,
+    /// Layers that carry a state along, instead of attention or beside it.
+    pub recurrence: Option<Recurrence>,
+    /// Which layers do.
+    pub recurrent_layers: RecurrentLayers,
+    /// Layers have a second half, a feed-forward network.
+    pub feed_forward: bool,
+    /// The last blocks may be there to predict more tokens (`nextn_predict_layers`); a prefill does without them.
+    pub nextn: bool,
     /// Models that users know it by.
     pub examples: &'static str,
 }
@@ -266,8 +279,35 @@ pub enum WindowRope {
     Shared,
 }
 
+/// What recurrent layers consist of.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Recurrence {
+    /// The gated delta net.
+    DeltaNet {
+        /// Neighbouring value heads share a key head.
+        interleaved: bool,
+    },
+    /// The gated short convolution.
+    ShortConv,
+    /// The selective scan, every channel for itself.
+    Mamba,
+    /// The selective scan in heads.
+    Mamba2,
+}
+
+/// How it is told which layers are recurrent, in architectures that have such.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum RecurrentLayers {
+    /// All.
+    All,
+    /// Those without key-value heads.
+    WithoutKvHeads,
+    /// All but every n-th, or as a list of flags says.
+    Interval,
+}
+
 /// Every supported architecture, in tables by what their layers are made of.
-pub const TABLES: &[&[Arch]] = &[dense::TABLE, experts::TABLE];
+pub const TABLES: &[&[Arch]] = &[dense::TABLE, experts::TABLE, recurrent::TABLE];
 
 /// Every supported architecture.
 pub fn all() -> impl Iterator<Item = &'static Arch> {

@@ -10,6 +10,7 @@ use crate::{Error, KvSink};
 use kvlayout::{Part, hadamard};
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Heads, attention};
+use npu_kernels::host::recurrent::gates::sigmoid_mul;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
 use std::time::Instant;
@@ -23,6 +24,9 @@ fn widths<K>(host: &Host<'_, K>, a: &AttentionSpec) -> (usize, usize) {
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
 pub(super) struct Room {
     q: Slab,
+    /// Where queries have gates: both as projected, head by head, and the gates alone.
+    q_gates: Slab,
+    gates: Slab,
     k: Slab,
     v: Slab,
     /// What the heads read, and the same rounded for the output projection.
@@ -44,6 +48,8 @@ impl Room {
         let weights = model.weights().layers.iter().filter_map(|l| l.mixer.attention());
         Room {
             q: Slab::new(m * widest(&|a| a.n_head * a.head_k)),
+            q_gates: Slab::new(m * widest(&|a| if a.gated { a.n_q() } else { 0 })),
+            gates: Slab::new(m * widest(&|a| if a.gated { a.n_q() / 2 } else { 0 })),
             k: Slab::new(m * widest(&|a| a.n_embd_k())),
             v: Slab::new(m * widest(&|a| a.n_embd_v())),
             attn: Slab::new(m * out),
@@ -67,10 +73,10 @@ impl Room {
         let spec = host.model.spec().layers[c.layer].mixer.attention().expect("attention steps are of such layers");
         let weights = host.weights(c).mixer.attention().expect("attention layers have attention tensors");
         match op {
-            AttentionOp::Qkv { n, .. } => self.qkv(host, stage, c, weights, *n),
+            AttentionOp::Qkv { n, .. } => self.qkv(host, stage, c, spec, weights, *n),
             AttentionOp::StoreKv => return self.store_kv(host, c, spec, weights, sink),
             AttentionOp::Attend { window, .. } => self.attend(host, c, spec, weights, *window),
-            AttentionOp::Out { k, n } => self.out(host, stage, c, (spec, weights), *k, *n)?,
+            AttentionOp::Out { .. } => self.out(host, stage, c, spec, weights)?,
         }
         Ok(0.0)
     }
@@ -80,13 +86,24 @@ impl Room {
         host: &Host<'_, K>,
         stage: &Stage,
         c: &Command,
+        a: &AttentionSpec,
         w: &AttentionWeights<'_>,
         n: [usize; 3],
     ) {
         let m = c.rows.len();
-        let parts = [(&w.q, &mut self.q), (&w.k, &mut self.k), (&w.v, &mut self.v)];
+        let q = if a.gated { &mut self.q_gates } else { &mut self.q };
+        let parts = [(&w.q, q), (&w.k, &mut self.k), (&w.v, &mut self.v)];
         let parts = parts.into_iter().zip(n).filter(|(_, n)| *n > 0);
         host.project(&stage.input, parts.map(|((linear, out), n)| (linear, &mut out[..m * n])).collect());
+        if a.gated && n[0] > 0 {
+            let heads = self.q_gates[..m * n[0]].chunks_exact(2 * a.head_k);
+            let into = self.q.chunks_exact_mut(a.head_k).zip(self.gates.chunks_exact_mut(a.head_k));
+            for (both, (q, gate)) in heads.zip(into) {
+                let (left, right) = both.split_at(a.head_k);
+                q.copy_from_slice(left);
+                gate.copy_from_slice(right);
+            }
+        }
     }
 
     /// Returns the milliseconds that the sink took.
@@ -254,18 +271,20 @@ impl Room {
         host: &Host<'_, K>,
         stage: &mut Stage,
         c: &Command,
-        (a, w): (&AttentionSpec, &AttentionWeights<'_>),
-        k: usize,
-        n: usize,
+        a: &AttentionSpec,
+        w: &AttentionWeights<'_>,
     ) -> Result<(), Error> {
-        let m = c.rows.len();
+        let (m, k, n) = (c.rows.len(), a.n_head * a.head_v, w.o.weight.n());
         let bad = Bad::default();
-        let (attn, kernel, (_, rot_v)) = (&self.attn, host.kernel, widths(host, a));
+        let (attn, gates, kernel, (_, rot_v)) = (&self.attn, &self.gates, host.kernel, widths(host, a));
         self.acts.reshape(m, k);
         self.acts.fill(kernel, host.pool, |i, row| {
             row.copy_from_slice(&attn[i * k..][..k]);
             // What the values were turned by, back.
             kernel.rows(|| hadamard(row, rot_v));
+            if a.gated {
+                kernel.rows(|| sigmoid_mul(row, &gates[i * k..][..k]));
+            }
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the output of attention")?;

@@ -2,8 +2,11 @@
 //! of its name.
 
 mod attention;
+mod delta;
 mod dense;
 mod experts;
+mod mamba;
+mod shortconv;
 
 use crate::layer::LayerWeights;
 use crate::model::Model;
@@ -191,6 +194,9 @@ struct Run<'a, K> {
     x: Slab,
     stage: Stage,
     attention: attention::Room,
+    delta: delta::Room,
+    shortconv: shortconv::Room,
+    mamba: mamba::Room,
     dense: dense::Room,
     experts: experts::Room,
 }
@@ -214,6 +220,9 @@ impl<'a, K: Kernel> Run<'a, K> {
                 out: Slab::new(m * e),
             },
             attention: attention::Room::new(host.model, m, tokens.len()),
+            delta: delta::Room::new(host.model, m, tokens.len()),
+            shortconv: shortconv::Room::new(host.model, m, tokens.len()),
+            mamba: mamba::Room::new(host.model, m, tokens.len()),
             dense: dense::Room::new(host.model, m),
             experts: experts::Room::new(host.model, m),
         }
@@ -235,6 +244,9 @@ impl<'a, K: Kernel> Run<'a, K> {
                 Op::Embed => self.embed(c)?,
                 Op::Norm(half) => self.norm(c, *half)?,
                 Op::Attention(op) => t.write_ms += self.attention.step(&self.host, &mut self.stage, c, op, sink)?,
+                Op::Delta(op) => t.write_ms += self.delta.step(&self.host, &mut self.stage, c, op, sink)?,
+                Op::ShortConv(op) => t.write_ms += self.shortconv.step(&self.host, &mut self.stage, c, op, sink)?,
+                Op::Mamba(op) => t.write_ms += self.mamba.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Dense(op) => self.dense.step(&self.host, &mut self.stage, c, op)?,
                 Op::Experts(op) => self.experts.step(&self.host, &mut self.stage, c, op)?,
                 Op::Join(half) => self.join(c, *half),

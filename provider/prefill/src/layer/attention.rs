@@ -21,6 +21,8 @@ pub struct AttentionSpec {
     pub head_v: usize,
     /// Multiplies scores.
     pub scale: f32,
+    /// Every query head has a gate of as many channels behind it.
+    pub gated: bool,
     /// Whether the layer sees only the window.
     pub windowed: bool,
     /// Which of [`Spec::ropes`], in a layer that has one.
@@ -78,21 +80,28 @@ pub enum AttentionOp {
 }
 
 impl AttentionSpec {
-    /// Reads all layers' numbers.
+    /// Reads all layers' numbers; those of layers that are `recurrent` stand for nothing.
     pub(crate) fn read(
         c: &Common<'_>,
         has_window: bool,
         windowed: &dyn Fn(usize) -> bool,
+        recurrent: &[bool],
     ) -> Result<Vec<AttentionSpec>, Error> {
         let (keys, n_layer, n_embd) = (&c.keys, c.n_layer, c.n_embd);
+        // Recurrent layers may have no heads.
+        let min = u32::from(!recurrent.contains(&true));
         let n_head = keys
-            .per_layer("attention.head_count", n_layer, MAX_WIDTH)?
+            .per_layer_from(min, "attention.head_count", n_layer, MAX_WIDTH)?
             .ok_or_else(|| keys.wrong("attention.head_count", "no such key", "the number of query heads"))?;
         let n_head_kv =
-            keys.per_layer("attention.head_count_kv", n_layer, MAX_WIDTH)?.unwrap_or_else(|| n_head.clone());
+            keys.per_layer_from(min, "attention.head_count_kv", n_layer, MAX_WIDTH)?.unwrap_or_else(|| n_head.clone());
+        for (i, _) in recurrent.iter().enumerate().filter(|(_, r)| !**r) {
+            keys.in_range("attention.head_count", n_head[i], MAX_WIDTH)?;
+            keys.in_range("attention.head_count_kv", n_head_kv[i], MAX_WIDTH)?;
+        }
         let head = |key: &str| match keys.u32(key)? {
             Some(value) => keys.in_range(key, value, MAX_WIDTH),
-            None if n_embd.is_multiple_of(n_head[0]) => Ok(n_embd / n_head[0]),
+            None if n_head[0] > 0 && n_embd.is_multiple_of(n_head[0]) => Ok(n_embd / n_head[0]),
             None => Err(keys.wrong(
                 key,
                 "no such key",
@@ -104,7 +113,7 @@ impl AttentionSpec {
             // llama.cpp asserts it for these architectures.
             return Err(keys.wrong("attention.value_length", head_v, format!("{head_k}, the key_length")));
         }
-        for (h, kv) in n_head.iter().zip(&n_head_kv) {
+        for (h, kv) in n_head.iter().zip(&n_head_kv).filter(|(_, kv)| **kv > 0) {
             if !h.is_multiple_of(*kv) {
                 return Err(keys.wrong("attention.head_count_kv", kv, format!("a divisor of {h} query heads")));
             }
@@ -163,6 +172,7 @@ impl AttentionSpec {
             head_k: head_k as usize,
             head_v: head_v as usize,
             scale,
+            gated: c.arch.gated_query,
             windowed: windowed(i),
             rope: has_rope(i).then_some(usize::from(windowed(i))),
             softcap,
@@ -197,9 +207,14 @@ impl AttentionSpec {
         self.n_head_kv * self.head_v
     }
 
+    /// Outputs of the query projection, gates included.
+    pub fn n_q(&self) -> usize {
+        self.n_head * self.head_k * if self.gated { 2 } else { 1 }
+    }
+
     pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
         let e = spec.n_embd;
-        let q = if last { 0 } else { self.n_head * self.head_k };
+        let q = if last { 0 } else { self.n_q() };
         let mut ops = vec![AttentionOp::Qkv { k: e, n: [q, self.n_embd_k(), self.n_embd_v()] }, AttentionOp::StoreKv];
         if !last {
             let window = spec.window.filter(|_| self.windowed);
@@ -213,7 +228,7 @@ impl AttentionSpec {
 impl<'g> AttentionWeights<'g> {
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, a: &AttentionSpec, prefix: &str) -> Result<Self, Error> {
         let (arch, e) = (spec.arch, spec.n_embd);
-        let [q, k, v] = qkv(loader, prefix, e, [a.n_head * a.head_k, a.n_embd_k(), a.n_embd_v()], arch.qkv_bias)?;
+        let [q, k, v] = qkv(loader, prefix, e, [a.n_q(), a.n_embd_k(), a.n_embd_v()], arch.qkv_bias)?;
         let weights = |heads: usize| match arch.qk_norm_rule.over {
             Over::Head => a.head_k,
             Over::EachHead | Over::Row => heads * a.head_k,
@@ -288,7 +303,10 @@ pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &AttentionSpec> {
 /// outputs, which stand once as f32 and once, at most, as rounded tiles (about 1.5 bytes a value for each kind).
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
     let widest = |f: &dyn Fn(&AttentionSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
-    let (q, kv) = (widest(&|a| a.n_head * a.head_k), widest(&|a| a.n_embd_k() + a.n_embd_v()));
+    let (q, kv) = (
+        widest(&|a| a.n_head * a.head_k + if a.gated { a.n_q() } else { 0 }),
+        widest(&|a| a.n_embd_k() + a.n_embd_v()),
+    );
     let cache = widest(&|a| a.n_head_kv * HeadCache::bytes(a.head_k, a.head_v, n_tokens));
     cache + chunk * 4 * (q + kv + q + q)
 }

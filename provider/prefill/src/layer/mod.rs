@@ -4,8 +4,11 @@
 //! `exec` that carries the steps out. The enums below are all that knows of every kind.
 
 pub mod attention;
+pub mod delta;
 pub mod dense;
 pub mod experts;
+pub mod mamba;
+pub mod shortconv;
 
 use crate::Error;
 use crate::arch::{Layout, Presence};
@@ -13,15 +16,24 @@ use crate::plan::Op;
 use crate::spec::{FfnInput, LayerSpec, Spec};
 use crate::weights::{Loader, Norm};
 use attention::{AttentionSpec, AttentionWeights};
+use delta::{DeltaSpec, DeltaWeights};
 use dense::{DenseSpec, DenseWeights};
 use experts::{ExpertsSpec, ExpertsWeights};
+use mamba::{MambaSpec, MambaWeights};
 use npu_kernels::WeightType;
+use shortconv::{ShortConvSpec, ShortConvWeights};
 
 /// What mixes the positions of a layer.
 #[derive(Clone, Debug)]
 pub enum Mixer {
     /// Queries, keys and values.
     Attention(AttentionSpec),
+    /// A gated delta net.
+    Delta(DeltaSpec),
+    /// A gated short convolution.
+    ShortConv(ShortConvSpec),
+    /// A selective scan.
+    Mamba(MambaSpec),
 }
 
 /// What follows in a layer, position by position.
@@ -31,6 +43,8 @@ pub enum FeedForward {
     Dense(DenseSpec),
     /// A few of many networks for each.
     Experts(ExpertsSpec),
+    /// Nothing: the layer has no second half.
+    None,
 }
 
 impl Mixer {
@@ -38,6 +52,41 @@ impl Mixer {
     pub fn attention(&self) -> Option<&AttentionSpec> {
         match self {
             Mixer::Attention(a) => Some(a),
+            _ => None,
+        }
+    }
+
+    /// The numbers of a delta net.
+    pub fn delta(&self) -> Option<&DeltaSpec> {
+        match self {
+            Mixer::Delta(d) => Some(d),
+            _ => None,
+        }
+    }
+
+    /// The numbers of a short convolution.
+    pub fn shortconv(&self) -> Option<&ShortConvSpec> {
+        match self {
+            Mixer::ShortConv(s) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// The numbers of a selective scan.
+    pub fn mamba(&self) -> Option<&MambaSpec> {
+        match self {
+            Mixer::Mamba(s) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// Numbers in the convolution's history and in the state, where the layer is recurrent.
+    pub fn recurrent(&self, spec: &Spec) -> Option<(usize, usize)> {
+        match self {
+            Mixer::Attention(_) => None,
+            Mixer::Delta(d) => Some(d.n_embd()),
+            Mixer::ShortConv(s) => Some(((s.taps - 1) * spec.n_embd, 0)),
+            Mixer::Mamba(s) => Some(s.n_embd()),
         }
     }
 
@@ -45,6 +94,9 @@ impl Mixer {
     pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
         match self {
             Mixer::Attention(a) => a.ops(spec, last),
+            Mixer::Delta(d) => d.ops(spec, last),
+            Mixer::ShortConv(s) => s.ops(spec, last),
+            Mixer::Mamba(s) => s.ops(spec, last),
         }
     }
 }
@@ -54,7 +106,7 @@ impl FeedForward {
     pub fn dense(&self) -> Option<&DenseSpec> {
         match self {
             FeedForward::Dense(d) => Some(d),
-            FeedForward::Experts(_) => None,
+            FeedForward::Experts(_) | FeedForward::None => None,
         }
     }
 
@@ -62,7 +114,7 @@ impl FeedForward {
     pub fn experts(&self) -> Option<&ExpertsSpec> {
         match self {
             FeedForward::Experts(x) => Some(x),
-            FeedForward::Dense(_) => None,
+            FeedForward::Dense(_) | FeedForward::None => None,
         }
     }
 
@@ -71,6 +123,7 @@ impl FeedForward {
         match self {
             FeedForward::Dense(d) => d.ops(spec),
             FeedForward::Experts(x) => x.ops(spec),
+            FeedForward::None => Vec::new(),
         }
     }
 }
@@ -97,6 +150,9 @@ pub struct LayerWeights<'g> {
 #[allow(missing_docs)] // the names are the kinds'
 pub enum MixerWeights<'g> {
     Attention(AttentionWeights<'g>),
+    Delta(DeltaWeights<'g>),
+    ShortConv(ShortConvWeights<'g>),
+    Mamba(MambaWeights<'g>),
 }
 
 /// Tensors of a [`FeedForward`].
@@ -105,12 +161,16 @@ pub enum MixerWeights<'g> {
 pub enum FfnWeights<'g> {
     Dense(DenseWeights<'g>),
     Experts(Box<ExpertsWeights<'g>>),
+    None,
 }
 
 impl<'g> MixerWeights<'g> {
     fn load(loader: &mut Loader<'g>, spec: &Spec, mixer: &Mixer, prefix: &str) -> Result<Self, Error> {
         Ok(match mixer {
             Mixer::Attention(a) => MixerWeights::Attention(AttentionWeights::load(loader, spec, a, prefix)?),
+            Mixer::Delta(d) => MixerWeights::Delta(DeltaWeights::load(loader, spec, d, prefix)?),
+            Mixer::ShortConv(s) => MixerWeights::ShortConv(ShortConvWeights::load(loader, spec, s, prefix)?),
+            Mixer::Mamba(s) => MixerWeights::Mamba(MambaWeights::load(loader, spec, s, prefix)?),
         })
     }
 
@@ -118,6 +178,31 @@ impl<'g> MixerWeights<'g> {
     pub fn attention(&self) -> Option<&AttentionWeights<'g>> {
         match self {
             MixerWeights::Attention(a) => Some(a),
+            _ => None,
+        }
+    }
+
+    /// A delta net's.
+    pub fn delta(&self) -> Option<&DeltaWeights<'g>> {
+        match self {
+            MixerWeights::Delta(d) => Some(d),
+            _ => None,
+        }
+    }
+
+    /// A selective scan's.
+    pub fn mamba(&self) -> Option<&MambaWeights<'g>> {
+        match self {
+            MixerWeights::Mamba(s) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// A short convolution's.
+    pub fn shortconv(&self) -> Option<&ShortConvWeights<'g>> {
+        match self {
+            MixerWeights::ShortConv(s) => Some(s),
+            _ => None,
         }
     }
 
@@ -125,6 +210,9 @@ impl<'g> MixerWeights<'g> {
     pub fn input_types(&self) -> Vec<WeightType> {
         match self {
             MixerWeights::Attention(a) => a.input_types(),
+            MixerWeights::Delta(d) => d.input_types(),
+            MixerWeights::ShortConv(s) => s.input_types(),
+            MixerWeights::Mamba(s) => s.input_types(),
         }
     }
 }
@@ -134,6 +222,7 @@ impl<'g> FfnWeights<'g> {
         Ok(match ffn {
             FeedForward::Dense(d) => FfnWeights::Dense(DenseWeights::load(loader, spec, d, prefix)?),
             FeedForward::Experts(x) => FfnWeights::Experts(Box::new(ExpertsWeights::load(loader, spec, x, prefix)?)),
+            FeedForward::None => FfnWeights::None,
         })
     }
 
@@ -141,7 +230,7 @@ impl<'g> FfnWeights<'g> {
     pub fn dense(&self) -> Option<&DenseWeights<'g>> {
         match self {
             FfnWeights::Dense(d) => Some(d),
-            FfnWeights::Experts(_) => None,
+            FfnWeights::Experts(_) | FfnWeights::None => None,
         }
     }
 
@@ -149,7 +238,7 @@ impl<'g> FfnWeights<'g> {
     pub fn experts(&self) -> Option<&ExpertsWeights<'g>> {
         match self {
             FfnWeights::Experts(x) => Some(x),
-            FfnWeights::Dense(_) => None,
+            FfnWeights::Dense(_) | FfnWeights::None => None,
         }
     }
 
@@ -158,6 +247,7 @@ impl<'g> FfnWeights<'g> {
         match self {
             FfnWeights::Dense(d) => d.input_types(),
             FfnWeights::Experts(x) => x.input_types(),
+            FfnWeights::None => Vec::new(),
         }
     }
 }
@@ -173,7 +263,7 @@ impl<'g> LayerWeights<'g> {
         if l.ffn_input == FfnInput::BesideMixer && spec.arch.layout == Layout::SecondNorm {
             (norms.mixer, norms.ffn) = (Some("attn_norm_2"), norms.mixer);
         }
-        if l.ffn_input == FfnInput::Shared {
+        if l.ffn_input == FfnInput::Shared || matches!(l.ffn, FeedForward::None) {
             norms.ffn = None;
         }
         let mut before = |stem: Option<&str>| match stem {
@@ -195,5 +285,7 @@ impl<'g> LayerWeights<'g> {
 
 /// Bytes that a run needs for the steps of all layers, per kind: for the whole prompt, and for a chunk.
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
-    attention::memory(spec, n_tokens, chunk) + dense::memory(spec, chunk) + experts::memory(spec, chunk)
+    let recurrent = delta::memory(spec, chunk) + shortconv::memory(spec, chunk) + mamba::memory(spec, chunk);
+    let ffn = dense::memory(spec, chunk) + experts::memory(spec, chunk);
+    attention::memory(spec, n_tokens, chunk) + recurrent + ffn
 }

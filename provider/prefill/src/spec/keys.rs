@@ -66,8 +66,31 @@ impl Keys<'_> {
         }
     }
 
-    /// One number for all layers, or an array with one for each.
+    /// A flag for each layer, if the key is there.
+    pub fn flags(&self, key: &str, n_layer: u32) -> Result<Option<Vec<bool>>, Error> {
+        let Some(value) = self.gguf.get(&self.name(key)) else { return Ok(None) };
+        let found = |n: usize| self.wrong(key, format!("{n} entries"), format!("{n_layer} flags, one per layer"));
+        let array = value.as_array().ok_or_else(|| found(1))?;
+        if array.len() != n_layer as usize {
+            return Err(found(array.len()));
+        }
+        Ok(Some(match array.elem_type() {
+            gguf::ValueType::Bool => array.iter_bool()?.collect::<Result<_, _>>()?,
+            _ => array.iter_i64()?.map(|v| v.map(|v| v != 0)).collect::<Result<_, _>>()?,
+        }))
+    }
+
+    /// One number from 1 on for all layers, or an array with one for each.
     pub fn per_layer(&self, key: &str, n_layer: u32, max: u32) -> Result<Option<Vec<u32>>, Error> {
+        self.per_layer_from(1, key, n_layer, max)
+    }
+
+    /// One number from `min` on for all layers, or an array with one for each.
+    pub fn per_layer_from(&self, min: u32, key: &str, n_layer: u32, max: u32) -> Result<Option<Vec<u32>>, Error> {
+        let in_range = |value: u32| match value {
+            0 if min == 0 => Ok(0),
+            other => self.in_range(key, other, max),
+        };
         match self.gguf.get(&self.name(key)) {
             None => Ok(None),
             Some(gguf::Value::Array(array)) => {
@@ -81,11 +104,11 @@ impl Keys<'_> {
                 let mut all = Vec::new();
                 for value in array.iter_u64()? {
                     let value = u32::try_from(value?).unwrap_or(u32::MAX);
-                    all.push(self.in_range(key, value, max)?);
+                    all.push(in_range(value)?);
                 }
                 Ok(Some(all))
             }
-            Some(_) => Ok(Some(vec![self.size(key, max)?; n_layer as usize])),
+            Some(_) => Ok(Some(vec![in_range(self.u32(key)?.unwrap_or(0))?; n_layer as usize])),
         }
     }
 

@@ -2,16 +2,20 @@
 //! allocated.
 
 mod keys;
+mod recurrent;
 mod rotation;
 mod window;
 
 pub(crate) use keys::{Keys, MAX_WIDTH};
 
 use crate::Error;
-use crate::arch::{self, Arch, Layout, Multipliers, NormKind};
+use crate::arch::{self, Arch, Layout, Multipliers, NormKind, Recurrence};
 use crate::layer::attention::AttentionSpec;
+use crate::layer::delta::DeltaSpec;
 use crate::layer::dense::DenseSpec;
 use crate::layer::experts;
+use crate::layer::mamba::MambaSpec;
+use crate::layer::shortconv::ShortConvSpec;
 use crate::layer::{FeedForward, Mixer};
 use crate::rope::Rope;
 use gguf::Gguf;
@@ -44,6 +48,8 @@ pub struct Spec {
     pub window: Option<u32>,
     /// One entry per layer.
     pub layers: Vec<LayerSpec>,
+    /// Blocks after the layers, which only predict more tokens and are never computed.
+    pub n_nextn: u32,
     /// Rotations, shared by layers: see [`AttentionSpec::rope`].
     pub ropes: Vec<Rope>,
 }
@@ -119,17 +125,27 @@ impl Spec {
 
         let windows = window::read(&common)?;
         let windowed = |i: usize| windows.as_ref().is_some_and(|(_, layers)| layers[i]);
-        let attention = AttentionSpec::read(&common, windows.is_some(), &windowed)?;
+        let mixers = mixers(&common, windows.is_some(), &windowed)?;
         let ffn: Vec<FeedForward> = match arch.experts {
+            _ if !arch.feed_forward => vec![FeedForward::None; n_layer as usize],
             Some(rule) => experts::read(&common, rule)?,
             None => DenseSpec::read(&common)?.into_iter().map(FeedForward::Dense).collect(),
         };
         let mrope = rotation::sections(&common)?;
-        let ropes = rotation::read(&common, attention[0].head_k as u32, windows.is_some(), mrope)?;
-        let layer = |(i, (a, ffn)): (usize, (AttentionSpec, FeedForward))| {
-            Ok(LayerSpec { mixer: Mixer::Attention(a), ffn, ffn_input: ffn_input(&common, i)? })
+        let ropes = match mixers.iter().find_map(Mixer::attention) {
+            Some(a) => rotation::read(&common, a.head_k as u32, windows.is_some(), mrope)?,
+            None => Vec::new(),
         };
-        let layers = attention.into_iter().zip(ffn).enumerate().map(layer).collect::<Result<_, Error>>()?;
+        let layer = |(i, (mixer, ffn)): (usize, (Mixer, FeedForward))| {
+            Ok(LayerSpec { mixer, ffn, ffn_input: ffn_input(&common, i)? })
+        };
+        let mut layers = mixers.into_iter().zip(ffn).enumerate().map(layer).collect::<Result<Vec<_>, Error>>()?;
+        let key = "nextn_predict_layers";
+        let n_nextn = keys.u32(key)?.filter(|_| arch.nextn).unwrap_or(0);
+        if n_nextn >= n_layer {
+            return Err(keys.wrong(key, n_nextn, format!("fewer than the {n_layer} of block_count")));
+        }
+        layers.truncate((n_layer - n_nextn) as usize);
         let (embedding_scale, residual_scale) = multipliers(&common)?;
         Ok(Spec {
             arch,
@@ -143,6 +159,7 @@ impl Spec {
             n_ctx_train,
             window: windows.map(|(n, _)| n),
             layers,
+            n_nextn,
             ropes,
         })
     }
@@ -151,6 +168,28 @@ impl Spec {
     pub fn n_layer(&self) -> u32 {
         self.layers.len() as u32
     }
+}
+
+/// What mixes the positions of each layer.
+fn mixers(common: &Common<'_>, has_window: bool, windowed: &dyn Fn(usize) -> bool) -> Result<Vec<Mixer>, Error> {
+    let recurrent = recurrent::read(common)?;
+    let mut state = None;
+    if let Some(kind) = common.arch.recurrence.filter(|_| recurrent.contains(&true)) {
+        state = Some(match kind {
+            Recurrence::DeltaNet { .. } => Mixer::Delta(DeltaSpec::read(common)?),
+            Recurrence::ShortConv => Mixer::ShortConv(ShortConvSpec::read(common)?),
+            Recurrence::Mamba | Recurrence::Mamba2 => Mixer::Mamba(MambaSpec::read(common)?),
+        });
+    }
+    if let Some(state) = state.as_ref().filter(|_| !recurrent.contains(&false)) {
+        return Ok(vec![state.clone(); recurrent.len()]);
+    }
+    let attention = AttentionSpec::read(common, has_window, windowed, &recurrent)?;
+    let mixer = |(a, recurrent)| match &state {
+        Some(state) if recurrent => state.clone(),
+        _ => Mixer::Attention(a),
+    };
+    Ok(attention.into_iter().zip(recurrent).map(mixer).collect())
 }
 
 /// Entries of the vocabulary, by the embedding matrix.
@@ -237,7 +276,7 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
         }
     }
     // Multi-token prediction adds layers of another kind behind the ones that count.
-    if let Some(n) = keys.u32("nextn_predict_layers")?.filter(|n| *n > 0) {
+    if let Some(n) = keys.u32("nextn_predict_layers")?.filter(|n| *n > 0 && !arch.nextn) {
         return Err(keys.unsupported("nextn_predict_layers", n, "layers of multi-token prediction are not built yet"));
     }
     if let Some(n) = keys.u32("num_loops")?.filter(|n| *n > 1) {

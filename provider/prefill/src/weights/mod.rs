@@ -112,6 +112,11 @@ impl<'g> Loader<'g> {
         self.gguf.tensor(name).is_some()
     }
 
+    /// Counts all tensors whose names begin so as asked for.
+    pub fn pass_over(&mut self, prefix: &str) {
+        self.used.extend(self.gguf.tensors().map(|t| t.name).filter(|name| name.starts_with(prefix)));
+    }
+
     /// A tensor, if it is there.
     pub fn find(&mut self, name: &str) -> Option<Tensor<'g>> {
         let tensor = self.gguf.tensor(name)?;
@@ -134,6 +139,13 @@ impl<'g> Loader<'g> {
         self.used.insert(tensor.name);
         check_shape(&tensor, shape)?;
         finite(name, tensor.to_f32()?).map(Some)
+    }
+
+    /// A tensor of finite numbers that must be there.
+    pub fn values(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, Error> {
+        let tensor = self.find(name).ok_or_else(|| missing(name, shape))?;
+        check_shape(&tensor, shape)?;
+        finite(name, tensor.to_f32()?)
     }
 
     /// A matrix of `n` outputs of `k` inputs.
@@ -278,15 +290,19 @@ impl<'g> Weights<'g> {
     pub fn load(gguf: &'g Gguf, spec: &Spec) -> Result<Weights<'g>, Error> {
         let mut loader = Loader { gguf, used: HashSet::new(), norm_kind: spec.arch.norm };
         // Read or skipped by name: the output side is never computed; rope factors are in the spec.
-        for name in ["output_norm.weight", "output_norm.bias", "output.weight", "output.bias"] {
+        for name in ["output_norm.bias", "output.weight", "output.bias"] {
             loader.find(name);
         }
+        loader.find(&format!("{}.weight", spec.arch.output_norm));
         if spec.arch.rope_factors {
             loader.find("rope_freqs.weight");
         }
         if spec.arch.long_factors {
             loader.find("rope_factors_short.weight");
             loader.find("rope_factors_long.weight");
+        }
+        for block in spec.n_layer()..spec.n_layer() + spec.n_nextn {
+            loader.pass_over(&format!("blk.{block}."));
         }
         let n_vocab = spec.n_vocab as usize;
         let token_embd = loader.find("token_embd.weight").ok_or_else(|| missing("token_embd.weight", &[]))?;

@@ -4,5 +4,6 @@
 mod blocks;
 mod experts;
 mod models;
+mod recurrent;
 mod run;
 mod tiny;

@@ -15,7 +15,7 @@ pub fn refusal(arch: &'static str, change: impl Fn(&mut gguf::write::Writer)) ->
 
 #[test]
 fn good_models_load() {
-    for arch in ["llama", "qwen2", "qwen3", "gemma3", "qwen2moe", "qwen3moe"] {
+    for arch in ["llama", "qwen2", "qwen3", "gemma3", "qwen2moe", "qwen3moe", "qwen35", "lfm2"] {
         let gguf = tiny(arch).gguf();
         Model::load(&gguf).unwrap_or_else(|e| panic!("{arch}: {e}"));
     }

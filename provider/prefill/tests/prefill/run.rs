@@ -5,7 +5,7 @@ use kvlayout::{CacheType, KvMap, MemSpace, Part, Scatter, State, StateVersion, c
 use prefill::{CacheParams, Error, Hooks, Isa, KvSink, Model, Options, Plan, run};
 use std::ops::Range;
 
-const ARCHS: [&str; 6] = ["llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "gemma3"];
+const ARCHS: [&str; 8] = ["llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "qwen35", "lfm2", "gemma3"];
 /// Between instruction sets, and where a window moves the order of sums: f32 rounding through three layers. Largest
 /// seen 3e-6; stored in f32 caches.
 pub const REORDERED_REL: f64 = 2e-5;
@@ -26,7 +26,7 @@ pub fn options() -> Options {
     Options { threads: 2, type_k: CacheType::F32, type_v: CacheType::F32, ..Options::default() }
 }
 
-fn state(t: &Tiny, tokens: &[u32], options: &Options) -> State {
+pub fn state(t: &Tiny, tokens: &[u32], options: &Options) -> State {
     state_of(&t.gguf(), tokens, options)
 }
 
@@ -52,7 +52,7 @@ pub fn worst(a: &State, b: &State) -> f64 {
 
 #[test]
 fn threads_and_chunks_change_no_bit_without_a_window() {
-    for arch in &ARCHS[..5] {
+    for arch in &ARCHS[..7] {
         let want = state(&tiny(arch), &tokens(70), &options()).write();
         for chunk in [1, 7, 12, 64, 70, 1000] {
             for threads in [1, 2, 5] {

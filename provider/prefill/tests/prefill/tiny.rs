@@ -65,6 +65,24 @@ impl Tiny {
                 .u32(&key("expert_feed_forward_length"), self.n_ff / 4)
                 .u32(&key("expert_shared_feed_forward_length"), self.n_ff / 3);
         }
+        match self.arch {
+            // The second layer attends; two key heads and four value heads of 8 channels.
+            "qwen35" => {
+                w.u32(&key("full_attention_interval"), 2)
+                    .array_u32(&key("rope.dimension_sections"), &[3, 3, 2, 0])
+                    .u32(&key("ssm.conv_kernel"), 4)
+                    .u32(&key("ssm.state_size"), 8)
+                    .u32(&key("ssm.inner_size"), 32)
+                    .u32(&key("ssm.time_step_rank"), 4)
+                    .u32(&key("ssm.group_count"), 2);
+            }
+            "lfm2" => {
+                w.remove(&key("attention.head_count_kv"));
+                w.array_u32(&key("attention.head_count_kv"), &[0, self.n_head_kv, 0]);
+                w.u32(&key("shortconv.l_cache"), 3);
+            }
+            _ => {}
+        }
         let mut rng = Rng(0x5EED);
         let (e, ff) = (u64::from(self.n_embd), u64::from(self.n_ff));
         let (q, kv) = (u64::from(self.n_head * self.head), u64::from(self.n_head_kv * self.head));
@@ -74,15 +92,42 @@ impl Tiny {
             w.tensor_f32(name, ne, &values).expect("a good tensor");
         };
         random(&mut w, "token_embd.weight", &[e, u64::from(self.n_vocab)], 0.0, 0.5);
-        random(&mut w, "output_norm.weight", &[e], 1.0, 0.1);
+        let last_norm = if self.arch == "lfm2" { "token_embd_norm.weight" } else { "output_norm.weight" };
+        random(&mut w, last_norm, &[e], 1.0, 0.1);
         for i in 0..self.n_layer {
             let t = |n: &str| format!("blk.{i}.{n}");
             random(&mut w, &t("attn_norm.weight"), &[e], 1.0, 0.1);
-            random(&mut w, &t("attn_q.weight"), &[e, q], 0.0, 0.12);
-            random(&mut w, &t("attn_k.weight"), &[e, kv], 0.0, 0.12);
-            random(&mut w, &t("attn_v.weight"), &[e, kv], 0.0, 0.12);
-            random(&mut w, &t("attn_output.weight"), &[q, e], 0.0, 0.12);
-            random(&mut w, &t("ffn_norm.weight"), &[e], 1.0, 0.1);
+            match self.arch {
+                "qwen35" if i != 1 => {
+                    random(&mut w, &t("attn_qkv.weight"), &[e, 64], 0.0, 0.12);
+                    random(&mut w, &t("attn_gate.weight"), &[e, 32], 0.0, 0.12);
+                    random(&mut w, &t("ssm_conv1d.weight"), &[4, 64], 0.0, 0.5);
+                    random(&mut w, &t("ssm_dt.bias"), &[4], 0.0, 0.3);
+                    random(&mut w, &t("ssm_a"), &[4], -0.3, 0.05);
+                    random(&mut w, &t("ssm_beta.weight"), &[e, 4], 0.0, 0.12);
+                    random(&mut w, &t("ssm_alpha.weight"), &[e, 4], 0.0, 0.12);
+                    random(&mut w, &t("ssm_norm.weight"), &[8], 1.0, 0.1);
+                    random(&mut w, &t("ssm_out.weight"), &[32, e], 0.0, 0.12);
+                }
+                "lfm2" if i != 1 => {
+                    random(&mut w, &t("shortconv.in_proj.weight"), &[e, 3 * e], 0.0, 0.12);
+                    random(&mut w, &t("shortconv.conv.weight"), &[3, e], 0.0, 0.5);
+                    random(&mut w, &t("shortconv.out_proj.weight"), &[e, e], 0.0, 0.12);
+                }
+                arch => {
+                    let gates = if arch == "qwen35" { 2 } else { 1 };
+                    random(&mut w, &t("attn_q.weight"), &[e, gates * q], 0.0, 0.12);
+                    random(&mut w, &t("attn_k.weight"), &[e, kv], 0.0, 0.12);
+                    random(&mut w, &t("attn_v.weight"), &[e, kv], 0.0, 0.12);
+                    random(&mut w, &t("attn_output.weight"), &[q, e], 0.0, 0.12);
+                    if matches!(arch, "qwen35" | "lfm2") {
+                        random(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                        random(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                    }
+                }
+            }
+            let ffn_norm = if self.arch == "qwen35" { "post_attention_norm.weight" } else { "ffn_norm.weight" };
+            random(&mut w, &t(ffn_norm), &[e], 1.0, 0.1);
             match self.experts {
                 None => {
                     random(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
