@@ -261,7 +261,7 @@ pub fn prefill_error(error: prefill::Error) -> Error {
         P::Sink(e) => return sink_error(e),
         P::Gguf(e) => return gguf_error(e),
         P::Unsupported { .. } => Kind::Unavailable,
-        P::Key { .. } | P::Tensor { .. } | P::Token { .. } => Kind::Data,
+        P::Key { .. } | P::Tensor { .. } | P::Token { .. } | P::TooLong { .. } => Kind::Data,
         // As the sink's own check: the computation was made, and its result is not handed over.
         P::NotFinite { .. } => Kind::Refused,
         P::Pool(_) => Kind::Busy,
