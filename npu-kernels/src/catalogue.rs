@@ -350,23 +350,17 @@ impl Catalogue {
 }
 
 /// Which of `kernels` to use for a product of `k` inputs and `n` outputs: of those that are `usable` and large enough the one
-/// that streams fewest bytes, one made for `role` before others of its size. Padding is zeros, which change no integer.
+/// that streams fewest bytes for each row, the first of several. Padding is zeros, which change no integer.
 ///
 /// # Errors
 /// Why there is none.
-pub fn choose(
-    kernels: &[Spec],
-    role: &str,
-    k: usize,
-    n: usize,
-    usable: impl Fn(KernelId) -> bool,
-) -> Result<KernelId, String> {
+pub fn choose(kernels: &[Spec], k: usize, n: usize, usable: impl Fn(KernelId) -> bool) -> Result<KernelId, String> {
     let fits = |s: &Spec| s.is_int8() && s.k >= k && s.n >= n;
     let best = kernels
         .iter()
         .enumerate()
         .filter(|(i, s)| fits(s) && wasteless(s, k, n) && usable(KernelId(*i)))
-        .min_by_key(|(i, s)| (s.streamed(), s.m, !s.roles.iter().any(|r| r == role), *i));
+        .min_by_key(|(i, s)| (s.streamed() / s.m as u64, s.m, *i));
     if let Some((i, _)) = best {
         return Ok(KernelId(i));
     }
@@ -448,14 +442,13 @@ mod tests {
             Spec::int8("q", "Q", 640, 640),
             Spec::int8("o", "O", 640, 640),
         ];
-        let pick = |role, k, n| choose(&kernels, role, k, n, |_| true);
-        assert_eq!(pick("O", 576, 576), Ok(KernelId(3)), "made for it");
-        assert_eq!(pick("V", 576, 576), Ok(KernelId(2)), "the first of the same size");
-        assert_eq!(pick("GU", 576, 3072), Ok(KernelId(0)));
-        assert_eq!(pick("KV", 576, 384), Ok(KernelId(2)), "padding of less than half");
-        assert!(pick("K", 576, 64).unwrap_err().contains("mostly padding"));
-        assert!(pick("K", 5760, 64).unwrap_err().contains("no kernel for 5760 x 64"));
-        let e = choose(&kernels, "O", 576, 576, |id| id.0 < 2).unwrap_err();
+        let pick = |k, n| choose(&kernels, k, n, |_| true);
+        assert_eq!(pick(576, 576), Ok(KernelId(2)), "the first of the same size");
+        assert_eq!(pick(576, 3072), Ok(KernelId(0)));
+        assert_eq!(pick(576, 384), Ok(KernelId(2)), "padding of less than half");
+        assert!(pick(576, 64).unwrap_err().contains("mostly padding"));
+        assert!(pick(5760, 64).unwrap_err().contains("no kernel for 5760 x 64"));
+        let e = choose(&kernels, 576, 576, |id| id.0 < 2).unwrap_err();
         assert!(e.contains("q is out of use"), "{e}");
     }
 }

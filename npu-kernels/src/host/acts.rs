@@ -213,6 +213,8 @@ pub struct Activations {
     k: usize,
     room: (usize, usize),
     sets: Vec<(ActKind, Vec<CodeForm>, Tiles)>,
+    /// The rows as they were, where somebody asked for them.
+    rows: Option<Vec<f32>>,
 }
 
 impl Activations {
@@ -245,7 +247,17 @@ impl Activations {
             };
             (kind, forms, tiles)
         });
-        Activations { m, k, room: (m, k), sets: sets.collect() }
+        Activations { m, k, room: (m, k), sets: sets.collect(), rows: None }
+    }
+
+    /// From now on keeps the rows unrounded as well, for a device that rounds otherwise.
+    pub fn keep_rows(&mut self) {
+        self.rows.get_or_insert_with(|| vec![0.0; self.room.0 * self.room.1]);
+    }
+
+    /// The rows of the last [`Activations::fill`], `m * k` values, where they are kept.
+    pub fn rows(&self) -> Option<&[f32]> {
+        self.rows.as_ref().map(|rows| &rows[..self.m * self.k])
     }
 
     /// Rows in use.
@@ -287,6 +299,10 @@ impl Activations {
                 }
             }
         }
+        if let Some(rows) = &mut self.rows {
+            let chunks = rows[..m * k].chunks_mut((TILE_ROWS * k).max(1));
+            per_tile.iter_mut().zip(chunks).for_each(|(list, rows)| list.push(TileMut::Rows(rows)));
+        }
         pool.for_each_mut(&mut per_tile, |t, list| {
             let mut buffer = vec![0f32; k];
             for i in 0..TILE_ROWS {
@@ -299,6 +315,11 @@ impl Activations {
                     match tile {
                         TileMut::Codes(tile) => kernel.quantise_row(tile, i, &buffer),
                         TileMut::Floats(kind, tile) => tile.set_row(*kind, i, &buffer),
+                        TileMut::Rows(rows) => {
+                            if let Some(row) = rows.chunks_exact_mut(k).nth(i) {
+                                row.copy_from_slice(&buffer);
+                            }
+                        }
                     }
                 }
             }
@@ -320,6 +341,7 @@ impl Activations {
 enum TileMut<'a> {
     Codes(&'a mut CodeTile),
     Floats(ActKind, &'a mut FloatTile),
+    Rows(&'a mut [f32]),
 }
 
 fn same_extra(a: &CodeForm, b: &CodeForm) -> bool {

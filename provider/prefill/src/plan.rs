@@ -86,6 +86,17 @@ impl Command {
         }
     }
 
+    /// Inputs and outputs of the projections that a device may be asked for, all of the same activations; none for other
+    /// steps.
+    pub fn products(&self) -> (usize, Vec<usize>) {
+        match &self.op {
+            Op::Attention(AttentionOp::Qkv { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
+            Op::Attention(AttentionOp::Out { k, n }) | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
+            Op::Dense(DenseOp::GateUp { k, n }) => (*k, vec![*n, *n]),
+            _ => (0, Vec::new()),
+        }
+    }
+
     /// What it spends its time on.
     pub fn work(&self) -> Work {
         match &self.op {
@@ -160,6 +171,14 @@ impl Plan {
             })
         });
         embed.chain(layers)
+    }
+
+    /// The distinct groups of projections ([`Command::products`]) of all commands.
+    pub fn products(&self) -> Vec<(usize, Vec<usize>)> {
+        let mut all: Vec<_> = self.commands().map(|c| c.products()).filter(|(_, n)| !n.is_empty()).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
     }
 
     /// Multiplications and additions of the whole.

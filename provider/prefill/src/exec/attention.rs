@@ -61,6 +61,11 @@ impl Room {
         }
     }
 
+    /// A device may compute the last projection: it rounds rows itself.
+    pub fn keep_rows(&mut self) {
+        self.acts.keep_rows();
+    }
+
     /// Does one step; returns the milliseconds that the sink took.
     pub fn step<K: Kernel>(
         &mut self,

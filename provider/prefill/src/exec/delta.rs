@@ -92,7 +92,7 @@ impl Room {
         if c.layer + 1 < host.model.spec().layers.len() {
             parts.push((&w.gate, &mut self.gate[..m * d.values()]));
         }
-        host.project(&stage.input, parts);
+        host.project_on_host(&stage.input, parts);
         if let Strengths::Mixed(_) = &w.strengths {
             let per_key = heads / d.shape.key_heads;
             for (i, both) in self.strengths[..m * 2 * heads].chunks_exact(2 * heads).enumerate() {
@@ -175,7 +175,7 @@ impl Room {
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the output of the delta rule")?;
-        host.project(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
+        host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
         Ok(())
     }
 }

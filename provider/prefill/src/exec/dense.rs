@@ -31,6 +31,11 @@ impl Room {
         }
     }
 
+    /// A device may compute the last projection: it rounds rows itself.
+    pub fn keep_rows(&mut self) {
+        self.acts.keep_rows();
+    }
+
     /// Does one step.
     pub fn step<K: Kernel>(
         &mut self,

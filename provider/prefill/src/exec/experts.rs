@@ -125,7 +125,7 @@ impl Room {
         w: &ExpertsWeights<'_>,
     ) -> Result<(), Error> {
         let (m, n, used) = (c.rows.len(), x.routing.n_expert, x.routing.n_used);
-        host.project(&stage.input, vec![(&w.router, &mut self.logits[..m * n])]);
+        host.project_on_host(&stage.input, vec![(&w.router, &mut self.logits[..m * n])]);
         let (logits, bias) = (&self.logits, w.selection_bias.as_deref());
         let bad = Bad::default();
         let mut rows: Vec<&mut [Choice]> = self.choices[..m * used].chunks_exact_mut(used).collect();
@@ -263,7 +263,7 @@ impl Shared {
         if let Some(mix) = &w.mix {
             parts.push((mix, &mut self.mix[..m]));
         }
-        host.project(&stage.input, parts);
+        host.project_on_host(&stage.input, parts);
         let (gate, up) = (&self.gate, &self.up);
         let bad = Bad::default();
         self.gated.reshape(m, n);
@@ -272,7 +272,7 @@ impl Shared {
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the shared expert")?;
-        host.project(&self.gated, vec![(&w.down, &mut self.out[..m * e])]);
+        host.project_on_host(&self.gated, vec![(&w.down, &mut self.out[..m * e])]);
         let (out, mix, mixed) = (&self.out, &self.mix, w.mix.is_some());
         let mut rows: Vec<&mut [f32]> = stage.out[..m * e].chunks_exact_mut(e).collect();
         host.pool.for_each_mut(&mut rows, |i, sum| {

@@ -79,7 +79,7 @@ impl Room {
                 if c.layer + 1 < host.model.spec().layers.len() {
                     parts.push((&w.z, &mut self.z[..m * s.inner()]));
                 }
-                host.project(&stage.input, parts);
+                host.project_on_host(&stage.input, parts);
             }
             MambaOp::Conv { .. } => {
                 if c.rows.start == 0 {
@@ -114,7 +114,7 @@ impl Room {
         });
         bad.result(c.layer, "the output of the convolution")?;
         let x = w.x.as_ref().expect("Mamba has this projection");
-        host.project(&self.acts_mixed, vec![(x, &mut self.select[..m * n])]);
+        host.project_on_host(&self.acts_mixed, vec![(x, &mut self.select[..m * n])]);
         if let Some(norms) = &w.select_norms {
             let mut rows: Vec<&mut [f32]> = self.select[..m * n].chunks_exact_mut(n).collect();
             host.pool.for_each_mut(&mut rows, |_, row| {
@@ -128,7 +128,7 @@ impl Room {
         let select = &self.select;
         self.acts_rank.reshape(m, rank);
         self.acts_rank.fill(host.kernel, host.pool, |i, row| row.copy_from_slice(&select[i * n..][..rank]));
-        host.project(&self.acts_rank, vec![(&w.dt, &mut self.dt[..m * inner])]);
+        host.project_on_host(&self.acts_rank, vec![(&w.dt, &mut self.dt[..m * inner])]);
         Ok(())
     }
 
@@ -191,7 +191,7 @@ impl Room {
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the output of the scan")?;
-        host.project(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
+        host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
         Ok(())
     }
 }

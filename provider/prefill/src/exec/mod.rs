@@ -10,6 +10,7 @@ mod shortconv;
 
 use crate::layer::LayerWeights;
 use crate::model::Model;
+use crate::offload::Offload;
 use crate::plan::{Command, Half, Op, Plan, Work};
 use crate::weights::Linear;
 use crate::{Error, Isa, KvSink};
@@ -21,6 +22,7 @@ use npu_kernels::host::{Columns, Kernel, Pool, Slab};
 use npu_kernels::with_kernel;
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How to run.
@@ -87,6 +89,22 @@ pub fn run(
     sink: &mut dyn KvSink,
     hooks: &mut dyn Hooks,
 ) -> Result<Timings, Error> {
+    run_on(model, tokens, options, None, sink, hooks)
+}
+
+/// [`run`], with matrix products on a device where it has kernels for them. Whatever goes wrong there is made up for by the
+/// host; `offload` says afterwards what was done where, and why.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_on(
+    model: &Model<'_>,
+    tokens: &[u32],
+    options: &Options,
+    offload: Option<&Mutex<Offload>>,
+    sink: &mut dyn KvSink,
+    hooks: &mut dyn Hooks,
+) -> Result<Timings, Error> {
     let n_vocab = model.n_vocab();
     if let Some(index) = tokens.iter().position(|t| *t >= n_vocab) {
         return Err(Error::Token { index, id: tokens[index], n_vocab });
@@ -110,6 +128,7 @@ pub fn run(
             round_q: round_q(options),
             n_ctx: options.n_ctx,
             attn_rot: options.attn_rot,
+            offload,
         };
         Run::new(host, tokens, &plan).all(&plan, sink, hooks)?
     });
@@ -157,6 +176,8 @@ struct Host<'a, K> {
     attn_rot: bool,
     /// The decoder's context.
     n_ctx: Option<u32>,
+    /// The device beside the host, if there is one. Asked once for each group of projections, and by one thread.
+    offload: Option<&'a Mutex<Offload>>,
 }
 
 impl<'a, K: Kernel> Host<'a, K> {
@@ -166,7 +187,19 @@ impl<'a, K: Kernel> Host<'a, K> {
     }
 
     /// `out = acts * weight + bias` for projections of the same activations; `out` is row-major, a row per position.
-    fn project(&self, acts: &Activations, parts: Vec<(&Linear<'_>, &mut [f32])>) {
+    fn project(&self, acts: &Activations, mut parts: Vec<(&Linear<'_>, &mut [f32])>) {
+        if let (Some(offload), Some(rows)) = (self.offload, acts.rows()) {
+            let mut offload = offload.lock().unwrap_or_else(PoisonError::into_inner);
+            parts = offload.project(self.pool, rows, acts.k(), parts);
+            if parts.is_empty() {
+                return;
+            }
+        }
+        self.project_on_host(acts, parts);
+    }
+
+    /// The same, and never on a device: a router's logits rounded to 8 bits would choose other experts.
+    fn project_on_host(&self, acts: &Activations, parts: Vec<(&Linear<'_>, &mut [f32])>) {
         let mut jobs = Vec::with_capacity(parts.len());
         for (linear, out) in parts {
             let out = Columns::new(out, acts.m(), linear.weight.n());
@@ -210,7 +243,7 @@ impl<'a, K: Kernel> Run<'a, K> {
         let (spec, weights) = (host.model.spec(), host.model.weights());
         let (m, e) = (plan.chunk, spec.n_embd);
         let by_row = spec.layers.iter().any(|l| l.ffn.experts().is_some());
-        Run {
+        let mut run = Run {
             host,
             tokens,
             x: Slab::new(tokens.len() * e),
@@ -225,16 +258,27 @@ impl<'a, K: Kernel> Run<'a, K> {
             mamba: mamba::Room::new(host.model, m, tokens.len()),
             dense: dense::Room::new(host.model, m),
             experts: experts::Room::new(host.model, m),
+        };
+        if host.offload.is_some() {
+            run.stage.input.keep_rows();
+            run.attention.keep_rows();
+            run.dense.keep_rows();
         }
+        run
     }
 
     fn all(mut self, plan: &Plan, sink: &mut dyn KvSink, hooks: &mut dyn Hooks) -> Result<Timings, Error> {
         let mut t = Timings::default();
         let n_layer = self.host.model.spec().layers.len();
+        let mut layer = 0;
         for c in plan.commands() {
             let c = &c;
             if hooks.stop() {
                 return Err(Error::Stopped);
+            }
+            if let Some(offload) = self.host.offload.filter(|_| c.layer != layer) {
+                layer = c.layer;
+                offload.lock().unwrap_or_else(PoisonError::into_inner).next_layer();
             }
             let (started, work) = (Instant::now(), c.work());
             if work == Work::Gemm {

@@ -60,7 +60,7 @@ impl Room {
                 if c.layer + 1 < host.model.spec().layers.len() {
                     parts.push((&w.after, &mut self.after[..m * e]));
                 }
-                host.project(&stage.input, parts);
+                host.project_on_host(&stage.input, parts);
             }
             ShortConvOp::Conv { .. } => {
                 if c.rows.start == 0 {
@@ -85,7 +85,7 @@ impl Room {
                     bad.check(row, c.rows.start + i);
                 });
                 bad.result(c.layer, "the output of the convolution")?;
-                host.project(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
+                host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
             }
         }
         Ok(0.0)

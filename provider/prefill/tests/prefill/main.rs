@@ -4,6 +4,7 @@
 mod blocks;
 mod experts;
 mod models;
+mod offload;
 mod recurrent;
 mod run;
 mod tiny;
