@@ -1,5 +1,5 @@
 //! The NPU through XRT: devices, contexts, kernels, buffers and runs as owned values, over a C shim (`shim.h`) that is loaded at
-//! run time. It knows no model, no kernel's meaning and no option of the program; it neither prints nor reads the environment.
+//! run time. It knows no model and no option of the program; it neither prints nor reads the environment.
 //!
 //! What it promises its callers:
 //!
@@ -11,10 +11,11 @@
 //! - New buffers are zero, also when their memory was used before.
 //!
 //! The order of things: [`DeviceLock`], [`Driver::load`], [`Driver::open`], [`Device::context_elf`], [`Context::kernel`],
-//! [`Kernel::start`], [`Run::wait`].
+//! [`Kernel::start`], [`Run::wait`]. [`CatalogueDevice`] is all of it behind the trait of `npu_kernels`.
 
 mod accel;
 mod buffer;
+mod catalogued;
 mod device;
 mod driver;
 mod error;
@@ -27,6 +28,7 @@ mod shim;
 
 pub use accel::{Firmware, Node, NodeFault};
 pub use buffer::Buffer;
+pub use catalogued::{CatalogueDevice, WARM};
 pub use device::{Context, Device, DeviceInfo, Kernel, Live};
 pub use driver::{Driver, SHIM_FILE, Version};
 pub use error::{Error, Kind, State};
