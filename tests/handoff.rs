@@ -193,18 +193,6 @@ fn auto_takes_the_version_of_the_newest_state_beside_the_output() {
 }
 
 #[test]
-fn kernels_are_named_as_unused_once() {
-    let scene = Scene::new(4);
-    let dir = scene.path("elfs");
-    std::fs::create_dir(&dir).unwrap();
-    let ran = scene.run(&["--elfs", dir.to_str().unwrap()]);
-    ran.receipt();
-    assert_eq!(ran.stderr.matches("are not used: this build has no NPU backend; computing on the CPU").count(), 1);
-    let ran = Ran::from(scene.command().env("ONEBIT_HYBRID_ELFS", &dir).output().unwrap());
-    assert!(ran.stderr.contains("are not used"), "{ran:?}");
-}
-
-#[test]
 fn every_encoding_of_the_ids() {
     let scene = Scene::new(0);
     let want = [7, 0, 319, 12];

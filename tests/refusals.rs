@@ -136,7 +136,7 @@ fn models_that_are_malformed() {
 #[test]
 fn what_is_not_supported() {
     let scene = Scene::new(5);
-    refused(&scene, &["--device", "npu"], 69, "no NPU backend");
+    refused(&scene, &["--device", "npu"], 69, "--device npu: it needs kernels");
     // The heads of this model have 16 channels.
     refused(&scene, &["-ctk", "q8_0"], 69, "a K cache of q8_0 for heads of 16 channels");
     let ran = Ran::from(scene.command().env("LLAMA_ARG_CACHE_TYPE_V", "q4_0").output().unwrap());

@@ -182,6 +182,33 @@ fn chunks_threads_and_kernels_put_rows_where_they_belong() {
 }
 
 #[test]
+fn rows_from_a_device_are_the_same_by_both_routes() {
+    let scene = Scene::new(150);
+    let decoder = Decoder::new(&scene);
+    let kernels = scene.kernels();
+    let device = ["--device", "oracle", "--elfs", kernels.to_str().unwrap()];
+    file_route(&scene, &device);
+    let receipt = decoder.run(&scene, &device).receipt();
+    assert!(receipt["device"] == "oracle" && receipt["offload"]["launches"].as_u64() > Some(0), "{receipt}");
+    decoder.holds(&scene);
+}
+
+#[test]
+fn rows_that_come_through_xrt_are_the_same_by_both_routes() {
+    let scene = Scene::new(150);
+    let decoder = Decoder::new(&scene);
+    let kernels = common::sim_kernels();
+    let (mut command, _fds) = decoder.command(&scene);
+    command.args(["--device", "sim", "--elfs"]).arg(&kernels);
+    let Some(mut command) = common::over_the_double(&command, &[], &[]) else { return };
+    let receipt = Ran::from(command.output().unwrap()).receipt();
+    assert!(receipt["device"] == "sim" && receipt["offload"]["launches"].as_u64() > Some(0), "{receipt}");
+    // The oracle's are the same bits (tests/sim.rs).
+    file_route(&scene, &["--device", "oracle", "--elfs", kernels.to_str().unwrap()]);
+    decoder.holds(&scene);
+}
+
+#[test]
 fn types_are_the_headers_unless_somebody_says() {
     let scene = Scene::new(20);
     for ty in [CacheType::F32, CacheType::Bf16, CacheType::F16] {
@@ -743,7 +770,7 @@ fn everything_else_that_can_be_refused_is_refused_before_the_first_byte() {
     let decoder = Decoder::new(&scene);
     decoder.refuses(&scene, &["--min-tokens", "21"], 77, "20 ids");
     decoder.refuses(&scene, &["--max-memory", "1M"], 76, "--max-memory");
-    decoder.refuses(&scene, &["--device", "npu"], 69, "no NPU backend");
+    decoder.refuses(&scene, &["--device", "npu"], 69, "--device npu: it needs kernels");
     decoder.refuses(&scene, &["--isa", "abacus"], 69, "abacus");
     decoder.refuses(&scene, &["--elfs", "/nowhere"], 78, "/nowhere");
     decoder.refuses(&scene, &["--config", "/nowhere"], 78, "/nowhere");

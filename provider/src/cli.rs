@@ -67,6 +67,10 @@ pub enum Command {
     Plan(PlanArgs),
     /// Print how the memory of a decoder that shares it is laid out: regions, sizes, hashes, tensors
     Layout(LayoutArgs),
+    /// Say what of an NPU there is on this machine, what is missing, and what to do; exit code 69 where it cannot be used
+    Doctor(DoctorArgs),
+    /// Test every kernel of --elfs and a tiny prefill with them, and print a report to send
+    Selftest(DoctorArgs),
     /// List the model architectures that are supported, what each was proved on, and the cache types
     Models {
         /// Print JSON
@@ -89,9 +93,6 @@ pub struct Handoff {
     /// The decoder's model; any shard of a split one
     #[arg(short, long, value_name = "GGUF")]
     pub model: Option<PathBuf>,
-    /// Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]
-    #[arg(long, value_name = "DIR")]
-    pub elfs: Option<PathBuf>,
     /// Shared route, instead of --out: the file in which the decoder describes its memory
     #[arg(long, value_name = "HEADER")]
     pub layout: Option<PathBuf>,
@@ -152,8 +153,17 @@ pub struct ComputeArgs {
     /// Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]
     #[arg(long, value_name = "NAME", overrides_with = "isa")]
     pub isa: Option<String>,
-    /// Where to compute [env: NPU_PREFILL_DEVICE] [default: auto]
-    #[arg(long, value_enum, value_name = "auto|cpu|npu", hide_possible_values = true, overrides_with = "device")]
+    /// Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]
+    #[arg(long, value_name = "DIR", overrides_with = "elfs")]
+    pub elfs: Option<PathBuf>,
+    /// Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU's double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]
+    #[arg(
+        long,
+        value_enum,
+        value_name = "auto|cpu|npu|oracle|sim",
+        hide_possible_values = true,
+        overrides_with = "device"
+    )]
     pub device: Option<Device>,
 }
 
@@ -181,8 +191,21 @@ pub struct PlanArgs {
     /// Number of tokens
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub n_tokens: u32,
+    /// Also print on which device each command would be carried out, and why
+    #[arg(long)]
+    pub explain: bool,
     #[command(flatten)]
     pub decoder: DecoderArgs,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
+}
+
+/// The options of `doctor` and `selftest`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
     #[command(flatten)]
     pub compute: ComputeArgs,
 }
@@ -276,6 +299,10 @@ pub enum Device {
     Cpu,
     /// An NPU or nothing.
     Npu,
+    /// The kernels' arithmetic, on the host.
+    Oracle,
+    /// The double of an NPU.
+    Sim,
 }
 
 /// A number of tokens computed at a time.

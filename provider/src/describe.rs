@@ -4,8 +4,10 @@ use std::fmt::Write as _;
 
 use gguf::Gguf;
 use kvlayout::{CacheType, Header, Refusal, ShareLayout, ShareParams};
+use prefill::{Place, Where};
 
 use crate::cli::{LayoutArgs, PlanArgs};
+use crate::device;
 use crate::engine::{Engine, Prompt};
 use crate::exit::{self, Result};
 use crate::job::{Compute, Decoder};
@@ -26,8 +28,38 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
     engine.kv_spec(&decoder)?;
     let estimate = engine.estimate(Prompt::Length(n_tokens), &compute);
     let plan = engine.plan(n_tokens, &compute);
-    print(&format!("{}\n{estimate}\n", plan.to_string().trim_end()));
+    if !args.explain {
+        print(&format!("{}\n{estimate}\n", plan.to_string().trim_end()));
+        return Ok(());
+    }
+    let opened = device::open(&compute, &plan.products())?;
+    device::announce(&opened);
+    let explained = |offload: Option<&prefill::Offload>| explain(&prefill::place(&plan, offload));
+    let text = match &opened.offload {
+        Some(offload) => device::look(offload, |o| explained(Some(o))),
+        None => explained(None),
+    };
+    print(&format!("{text}{estimate}\n"));
     Ok(())
+}
+
+/// A line for each part of a command, and what the device's parts add up to.
+fn explain(places: &[Place]) -> String {
+    let mut out = String::new();
+    let (mut launches, mut streamed) = (0, 0);
+    for Place { command, parts } in places {
+        for (n, place) in parts {
+            let rows = format!("{}..{}", command.rows.start, command.rows.end);
+            let op = if *n > 0 { format!("{} outputs of {}", n, command.op) } else { command.op.to_string() };
+            let _ = writeln!(out, "layer {:>3}  rows {rows:<12} {op}  ->  {place}", command.layer);
+            if let Where::Device { launches: l, bytes, .. } = place {
+                launches += l;
+                streamed += bytes;
+            }
+        }
+    }
+    let _ = writeln!(out, "{launches} launches on the device, {:.1} MB streamed", streamed as f64 / 1e6);
+    out
 }
 
 /// Prints the layout of a decoder's shared memory, as text or as the header that it would send.

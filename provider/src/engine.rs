@@ -1,10 +1,11 @@
 //! The program's side of the `prefill` crate: options into parameters, errors into exit kinds, memory into an estimate.
 
 use std::fmt;
+use std::sync::Mutex;
 
 use gguf::Gguf;
 use kvlayout::{KvSink, KvSpec};
-use prefill::{CacheParams, Hooks, Isa, Model, Options, Plan, Timings};
+use prefill::{CacheParams, Hooks, Isa, Model, Offload, Options, Plan, Timings};
 
 use crate::exit::{self, Error, Kind, Result};
 use crate::job::{Compute, Decoder};
@@ -202,12 +203,18 @@ pub struct Prepared<'e, 'g> {
 }
 
 impl Prepared<'_, '_> {
-    /// Runs it.
+    /// Runs it, with matrix products on a device where there is one.
     ///
     /// # Errors
     /// The hooks said stop, or the sink refused rows.
-    pub fn run(&self, tokens: &[i32], sink: &mut dyn KvSink, hooks: &mut dyn Hooks) -> Result<Timings> {
+    pub fn run(
+        &self,
+        tokens: &[i32],
+        offload: Option<&Mutex<Offload>>,
+        sink: &mut dyn KvSink,
+        hooks: &mut dyn Hooks,
+    ) -> Result<Timings> {
         let tokens: Vec<u32> = tokens.iter().map(|&id| id.cast_unsigned()).collect();
-        prefill::run(&self.engine.model, &tokens, &self.options, sink, hooks).map_err(exit::prefill_error)
+        prefill::run_on(&self.engine.model, &tokens, &self.options, offload, sink, hooks).map_err(exit::prefill_error)
     }
 }

@@ -37,17 +37,20 @@ variables! {
     // The handoff's name.
     ELFS = "ONEBIT_HYBRID_ELFS", "--elfs", "directory of NPU kernels";
     // Ours.
+    SHIM = "NPU_PREFILL_SHIM", "", "the library through which XRT is reached, instead of libxdna_shim.so beside the program";
     CONFIG = "NPU_PREFILL_CONFIG", "--config", "configuration file, instead of $XDG_CONFIG_HOME/npu-prefill/config.toml";
     STATE_VERSION = "NPU_PREFILL_STATE_VERSION", "--state-version", "version of the state file: 2, 3, 4 or auto";
     ATTN_ROT = "NPU_PREFILL_ATTN_ROT", "--attn-rot", "whether the decoder rotates the rows of quantised caches: on, off or auto";
     N_STREAM = "NPU_PREFILL_N_STREAM", "--n-stream", "streams of the decoder's cache";
-    DEVICE = "NPU_PREFILL_DEVICE", "--device", "where to compute: auto, cpu or npu";
+    DEVICE = "NPU_PREFILL_DEVICE", "--device", "where to compute: auto, cpu, npu, oracle or sim";
     ISA = "NPU_PREFILL_ISA", "--isa", "instruction set of the host kernels";
     CHUNK = "NPU_PREFILL_CHUNK", "--chunk", "tokens computed at a time";
     MIN_TOKENS = "NPU_PREFILL_MIN_TOKENS", "--min-tokens", "decline shorter prompts";
     MAX_MEMORY = "NPU_PREFILL_MAX_MEMORY", "--max-memory", "refuse when the estimate is higher";
     DEADLINE = "NPU_PREFILL_DEADLINE", "--deadline", "give up after this many seconds";
     LOG = "NPU_PREFILL_LOG", "", "what libraries may say on stderr: off, error, warn (default), info, debug or trace";
+    CACHE_SIZE = "NPU_PREFILL_CACHE_SIZE", "", "bound of the packed weights that are kept for the NPU, such as 8G; 0 keeps none; 32G unless set";
+    XDG_CACHE_HOME = "XDG_CACHE_HOME", "", "packed weights are kept under it, in npu-prefill/packed; $HOME/.cache stands for an unset one";
     // Where the configuration file is.
     XDG_CONFIG_HOME = "XDG_CONFIG_HOME", "", "see NPU_PREFILL_CONFIG; ignored when not absolute";
     HOME = "HOME", "", "$HOME/.config stands for an unset XDG_CONFIG_HOME";

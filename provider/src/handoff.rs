@@ -13,6 +13,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvlayout::{KvSink, StateVersion};
 use prefill::{Options, Timings};
 
+use crate::device::{self, Opened};
 use crate::engine::{Engine, Estimate, Prepared, Prompt};
 use crate::exit::{self, Error, Kind, Result};
 use crate::job::{Compute, Decoder, Ends, Job, Route};
@@ -53,7 +54,12 @@ pub fn run(job: Job, watch: &Watch, started: Instant) -> Result<()> {
         return Err(Error::new(Kind::Declined, text));
     }
 
+    let opened = device::open(&job.compute, &engine.plan(tokens.len(), &job.compute).products())?;
+    device::announce(&opened);
+    watch.check()?;
+
     let ready = Ready {
+        device: &opened,
         watch,
         started,
         deadline,
@@ -72,6 +78,8 @@ pub fn run(job: Job, watch: &Watch, started: Instant) -> Result<()> {
 
 /// Everything that a route needs.
 pub struct Ready<'a> {
+    /// What computes matrix products beside the host.
+    device: &'a Opened,
     /// What may stop it.
     pub watch: &'a Watch,
     /// When the process began.
@@ -97,7 +105,11 @@ impl<'a> Ready<'a> {
     /// It needs more memory than there is, or an instruction set that is not there.
     pub fn prepare(&self, decoder: &Decoder) -> Result<Work<'a>> {
         let prepared = self.engine.prepare(self.compute, decoder, self.tokens.len())?;
-        let estimate = self.engine.estimate(Prompt::Ids(self.tokens), self.compute);
+        let mut estimate = self.engine.estimate(Prompt::Ids(self.tokens), self.compute);
+        if self.device.offload.is_some() {
+            let needs = self.engine.plan(self.tokens.len(), self.compute).products();
+            estimate.work = estimate.work.saturating_add(self.device.memory_bytes(&needs));
+        }
         if let Some(most) = self.max_memory.filter(|&most| estimate.total() > most) {
             let most = bytes(most);
             let text = format!("{estimate}, more than the {most} of --max-memory; a smaller --chunk needs less");
@@ -143,7 +155,7 @@ impl<'a> Ready<'a> {
     pub fn compute(&self, work: &Work<'a>, sink: &mut dyn KvSink) -> Result<Done> {
         let load_ms = ms(self.load.elapsed());
         let mut progress = Progress::new(self.watch, self.tokens.len());
-        let result = work.prepared.run(self.tokens, sink, &mut progress);
+        let result = work.prepared.run(self.tokens, self.device.offload.as_ref(), sink, &mut progress);
         drop(progress);
         let timings = result.map_err(|e| self.why(e))?;
         Ok(Done { timings, load_ms })
@@ -174,7 +186,8 @@ impl<'a> Ready<'a> {
             total_ms: ms(self.started.elapsed()),
             threads,
             chunk,
-            device: "cpu",
+            device: self.device.kind(),
+            offload: self.device.offload.as_ref().map(|o| device::look(o, device::Report::new)),
             kernel: isa.name(),
             architecture: self.engine.architecture(),
             cache_type_k: type_k.to_string(),

@@ -142,6 +142,10 @@ pub struct Compute {
     pub chunk: Option<usize>,
     /// Instruction set; `None` is the best there is.
     pub isa: Option<String>,
+    /// Where to compute matrix products.
+    pub device: Device,
+    /// Directory of NPU kernels.
+    pub elfs: Option<PathBuf>,
 }
 
 impl Job {
@@ -159,19 +163,6 @@ impl Job {
         }
         let compute = Compute::new(&args.compute, &mut notes)?;
         let decoder = Decoder::new(&args.decoder)?;
-        let elfs = pick(args.elfs, env::ELFS.get().map(PathBuf::from), None, &env::ELFS);
-        if let Some((dir, by)) = &elfs {
-            let wrong = |what: String| Error::new(Kind::Config, format!("{by} {}: {what}", dir.display()));
-            match std::fs::metadata(dir) {
-                Ok(meta) if meta.is_dir() => {}
-                Ok(_) => return Err(wrong("it is not a directory of kernels".to_owned())),
-                Err(e) => return Err(wrong(e.to_string())),
-            }
-            notes.push(format!(
-                "kernels in {} are not used: this build has no NPU backend; computing on the CPU",
-                dir.display()
-            ));
-        }
         let whole = |s: &str| s.parse::<usize>().map_err(|_| "it is a number of tokens".to_owned());
         Ok(Job {
             ends,
@@ -266,16 +257,24 @@ impl Compute {
             Some(Ok(n)) => n,
         };
         let device = env::DEVICE.parse(|s| {
-            <Device as clap::ValueEnum>::from_str(s, false).map_err(|_| "it is auto, cpu or npu".to_owned())
+            <Device as clap::ValueEnum>::from_str(s, false)
+                .map_err(|_| "it is auto, cpu, npu, oracle or sim".to_owned())
         })?;
-        if args.device.or(device) == Some(Device::Npu) {
-            let text = "--device npu: this build has no NPU backend; use --device auto or cpu";
-            return Err(Error::new(Kind::Unavailable, text));
+        let elfs = pick(args.elfs.clone(), env::ELFS.get().map(PathBuf::from), None, &env::ELFS);
+        if let Some((dir, by)) = &elfs {
+            let wrong = |what: String| Error::new(Kind::Config, format!("{by} {}: {what}", dir.display()));
+            match std::fs::metadata(dir) {
+                Ok(meta) if meta.is_dir() => {}
+                Ok(_) => return Err(wrong("it is not a directory of kernels".to_owned())),
+                Err(e) => return Err(wrong(e.to_string())),
+            }
         }
         Ok(Compute {
             threads,
             chunk: args.chunk.or(env::CHUNK.parse(chunk)?),
             isa: args.isa.clone().or(env::ISA.parse(|s| Ok(s.to_owned()))?).filter(|s| s != "auto"),
+            device: args.device.or(device).unwrap_or(Device::Auto),
+            elfs: elfs.map(|(dir, _)| dir),
         })
     }
 }

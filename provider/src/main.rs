@@ -5,6 +5,8 @@ mod cli;
 mod compare;
 mod config;
 mod describe;
+mod device;
+mod doctor;
 mod engine;
 mod env;
 mod exit;
@@ -14,8 +16,11 @@ mod ids;
 mod inspect;
 mod job;
 mod memory;
+mod npu;
+mod pack_store;
 mod receipt;
 mod say;
+mod selftest;
 mod share;
 mod signals;
 mod state_version;
@@ -46,15 +51,17 @@ fn main() -> ExitCode {
     };
     // A panic unwinds to here, so that an unfinished output is dropped like on any other error. The hook has said what it was.
     let result = catch_unwind(AssertUnwindSafe(|| dispatch(cli, started)));
-    match result {
-        Ok(Ok(())) => ExitCode::SUCCESS,
+    let code = match result {
+        Ok(Ok(())) => 0,
         Ok(Err(e)) => {
             let e = e.at_the_end();
             say(&e);
-            e.kind.code().into()
+            e.kind.code()
         }
-        Err(_) => Kind::Internal.code().into(),
-    }
+        Err(_) => Kind::Internal.code(),
+    };
+    npu::leave(code);
+    code.into()
 }
 
 /// What is wrong with a command line, on one line like every other error; the usage itself is a command away.
@@ -82,6 +89,8 @@ fn dispatch(mut cli: Cli, started: Instant) -> Result<()> {
         Some(Command::Compare { a, b, json }) => compare::run(&a, &b, json),
         Some(Command::Plan(args)) => describe::plan(&args),
         Some(Command::Layout(args)) => describe::layout(&args),
+        Some(Command::Doctor(args)) => doctor::run(&args),
+        Some(Command::Selftest(args)) => selftest::run(&args),
         Some(Command::Models { json }) => {
             describe::models(json);
             Ok(())

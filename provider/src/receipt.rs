@@ -44,7 +44,10 @@ pub struct Receipt<'a> {
     pub chunk: usize,
     /// Where it was computed.
     pub device: &'a str,
-    /// The kernels that computed it.
+    /// What a device beside the host did of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offload: Option<crate::device::Report>,
+    /// The host's kernels.
     pub kernel: &'a str,
     /// The model's architecture.
     pub architecture: &'a str,

@@ -170,6 +170,16 @@ impl Scene {
         std::fs::write(&self.ids, text).unwrap();
     }
 
+    /// A directory of kernels for the model's shapes, as far as their names go.
+    pub fn kernels(&self) -> PathBuf {
+        let dir = self.path("kernels");
+        std::fs::create_dir_all(&dir).unwrap();
+        for name in ["QKV_K128_N128", "GU_K128_N256"] {
+            std::fs::write(dir.join(format!("full_i8_{name}.elf")), name).unwrap();
+        }
+        dir
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -213,6 +223,39 @@ pub fn program() -> Command {
     let mut c = if ignores_signals() { Command::new(heeding_signals()) } else { Command::new(BIN) };
     c.env_clear();
     c
+}
+
+/// The same command where there seems to be an NPU (`npu-kernels/npusim/run.sh`), with variables for the double. `None`, and said
+/// why, where something that takes is missing; with `NPUSIM_REQUIRED` set that is a failure.
+pub fn over_the_double(c: &Command, variables: &[(&str, &str)], options: &[&str]) -> Option<Command> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let built = Path::new(BIN).parent().unwrap();
+    let home = std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default();
+    let cache = std::env::var_os("XDG_CACHE_HOME").map_or_else(|| home.join(".cache"), PathBuf::from);
+    let xrt = cache.join("npu-prefill-xrt");
+    let needs = [
+        (xrt.join("usr/lib/x86_64-linux-gnu/libxrt_coreutil.so.2"), "npu-kernels/xdna/install-xrt.sh"),
+        (built.join("libnpusim.so"), "cargo build -p npusim"),
+        (built.join("libxdna_shim.so"), "cargo xtask shim --xrt DIR"),
+        (sim_kernels(), "cargo xtask simkernels --xrt DIR"),
+    ];
+    if let Some((path, how)) = needs.iter().find(|(path, _)| !path.exists()) {
+        let text = format!("{} is missing: {how}", path.display());
+        assert!(std::env::var_os("NPUSIM_REQUIRED").is_none(), "{text}");
+        println!("SKIPPED: {text}");
+        return None;
+    }
+    let mut over = Command::new("bash");
+    over.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
+    over.envs(c.get_envs().filter_map(|(name, value)| Some((name, value?)))).envs(variables.iter().copied());
+    over.arg(root.join("npu-kernels/npusim/run.sh")).arg("--sim").arg(built.join("libnpusim.so"));
+    over.arg("--xrt").arg(xrt).args(options).arg(c.get_program()).args(c.get_args());
+    Some(over)
+}
+
+/// The double's kernels.
+pub fn sim_kernels() -> PathBuf {
+    Path::new(BIN).parent().unwrap().join("simkernels")
 }
 
 /// Whether this process ignores SIGHUP or SIGINT, the lowest two bits of a mask.

@@ -85,6 +85,7 @@ pub const PROVED: &[Proved] = &[
     proved("two-readings", "kvlayout/tests/", "are_what_the_map_lays_out"),
     proved("claims", "provider/gguf/tests/", "large_claims_are_cheap"),
     proved("chunks", "provider/prefill/tests/", "threads_and_chunks_change_no_bit_without_a_window"),
+    proved("not-believed", "provider/prefill/tests/", "a_device_that_fails_costs_time_and_not_the_result"),
     proved("oracle", "npu-kernels/tests/", "products_agree_with_the_oracle_for_every_type_and_awkward_shapes"),
     proved("proved", "provider/src/", "every_architecture_is_proved_on_the_newest_server"),
     proved("hostile", "conformance/src/", "every_hostile_file_is_flagged"),
@@ -95,12 +96,13 @@ pub const PROVED: &[Proved] = &[
 
 /// Packages by manifest, and what of the workspace each may depend on, for tests as well.
 const DIRECTIONS: &[(&str, &str, &[&str])] = &[
-    ("Cargo.toml", "npu-prefill", &["gguf", "kvlayout", "npu-kernels", "prefill"]),
+    ("Cargo.toml", "npu-prefill", &["gguf", "kvlayout", "npu-kernels", "prefill", "xdna"]),
     ("provider/gguf/Cargo.toml", "gguf", &[]),
     ("provider/prefill/Cargo.toml", "prefill", &["gguf", "kvlayout", "npu-kernels"]),
     ("kvlayout/Cargo.toml", "kvlayout", &[]),
     ("npu-kernels/Cargo.toml", "npu-kernels", &[]),
-    ("npu-kernels/xdna/Cargo.toml", "xdna", &[]),
+    ("npu-kernels/tool/Cargo.toml", "npu-kernel", &["npu-kernels", "xdna"]),
+    ("npu-kernels/xdna/Cargo.toml", "xdna", &["npu-kernels"]),
     ("conformance/Cargo.toml", "conformance", &["gguf", "kvlayout"]),
     ("bench/Cargo.toml", "bench", &["conformance", "gguf", "npu-kernels"]),
     ("fuzz/Cargo.toml", "npu-prefill-fuzz", &["gguf", "kvlayout"]),
@@ -308,7 +310,12 @@ fn no_files(tree: &Tree, out: &mut Out) {
 fn printing(tree: &Tree, out: &mut Out) {
     const WORDS: &[&str] = &["println!", "eprintln!", "print!", "eprint!", "dbg!", "io::stdout", "io::stderr"];
     for (path, text) in tree.with_suffix(".rs") {
-        if is_apart(path) || starts_with_any(path, &["provider/src/", "conformance/src/", "bench/src/", "xtask/"]) {
+        if is_apart(path)
+            || starts_with_any(
+                path,
+                &["provider/src/", "conformance/src/", "bench/src/", "npu-kernels/tool/src/", "xtask/"],
+            )
+        {
             continue;
         }
         let code = shipped(text);
@@ -326,6 +333,7 @@ fn exit_codes(tree: &Tree, out: &mut Out) {
             || path == "provider/src/exit.rs"
             || path == "conformance/src/main.rs"
             || path == "bench/src/main.rs"
+            || path == "npu-kernels/tool/src/main.rs"
             || path.starts_with("xtask/")
         {
             continue;

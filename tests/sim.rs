@@ -1,0 +1,123 @@
+//! The program through the real XRT 2.25, over the double of the driver: what a whole prefill moves there and back, and that
+//! every fault ends in a right result or in a clean refusal. None of it says anything about a device.
+//!
+//! Takes what `npu-kernels/npusim/run.sh` takes; says what is missing when it skips.
+
+mod common;
+
+use common::{Ran, Scene};
+use kvlayout::{Part, State};
+
+/// One scale a row and one an output, 8 bits each, against f32 products, in two layers: relative L2 of a layer's K or V.
+const INT8_REL: f64 = 3e-2;
+/// Two blocks of 128 rows, the second not full.
+const N: usize = 150;
+
+fn distance(a: &State, b: &State) -> f64 {
+    let mut worst = 0f64;
+    for (layer, part) in [(0, Part::K), (0, Part::V), (1, Part::K), (1, Part::V)] {
+        let (a, b) = (a.rows_f32(0, layer, part).unwrap(), b.rows_f32(0, layer, part).unwrap());
+        let apart: f64 = a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        worst = worst.max((apart / a.iter().map(|a| f64::from(*a).powi(2)).sum::<f64>()).sqrt());
+    }
+    worst
+}
+
+/// A handoff with the double's kernels; `None` where there is no double.
+fn run(scene: &Scene, device: &str, variables: &[(&str, &str)], options: &[&str]) -> Option<Ran> {
+    let mut c = scene.command();
+    c.args(["--device", device, "--elfs"]).arg(common::sim_kernels());
+    Some(Ran::from(common::over_the_double(&c, variables, options)?.output().unwrap()))
+}
+
+#[test]
+fn a_prefill_through_xrt_is_the_oracles_to_the_last_bit() {
+    let scene = Scene::new(N);
+    for variables in [&[][..], &[("NPUSIM_SHADOW", "1")]] {
+        let Some(ran) = run(&scene, "sim", variables, &[]) else { return };
+        let receipt = ran.receipt();
+        let offload = &receipt["offload"];
+        assert_eq!(receipt["device"], "sim", "{ran:?}");
+        assert!(offload["runtime"].as_str().unwrap().starts_with("XRT 2."), "{offload}");
+        assert_eq!((offload["on_device"].as_u64(), offload["made_up"].as_u64()), (Some(9), Some(0)), "{offload}");
+        assert_eq!(offload["launches"], 10, "{offload}");
+        let through_xrt = std::fs::read(&scene.out).unwrap();
+        let kernels = common::sim_kernels();
+        scene.run(&["--device", "oracle", "--elfs", kernels.to_str().unwrap()]).receipt();
+        assert!(
+            through_xrt == std::fs::read(&scene.out).unwrap(),
+            "{variables:?}: integers are the same wherever they are added up"
+        );
+    }
+}
+
+#[test]
+fn what_goes_wrong_in_the_middle_costs_time_and_not_the_result() {
+    let scene = Scene::new(N);
+    scene.run::<&str>(&[]).receipt();
+    let host = scene.state();
+    for fault in ["timeout", "abort", "error", "etime", "wedge", "group", "stale", "enodev"] {
+        // Four launches are the self-tests', ten the prefill's.
+        let at = format!("{fault}@7");
+        let Some(ran) = run(&scene, "sim", &[("NPUSIM_FAULT", &at)], &[]) else { return };
+        let receipt = ran.receipt();
+        let offload = &receipt["offload"];
+        assert_eq!(offload["failures"].as_array().unwrap().len(), 1, "{at}: {offload}");
+        assert!(offload["made_up"].as_u64() > Some(0), "{at}: {offload}");
+        let error = distance(&host, &scene.state());
+        assert!(error < INT8_REL, "{at}: {error:e}");
+    }
+}
+
+#[test]
+fn what_goes_wrong_at_the_start_is_a_refusal_or_a_kernel_less() {
+    let scene = Scene::new(N);
+    // The kernel is out of use, and the other one is not.
+    for fault in ["group@2", "stale@2", "spill@2"] {
+        let Some(ran) = run(&scene, "sim", &[("NPUSIM_FAULT", fault)], &[]) else { return };
+        let receipt = ran.receipt();
+        assert!(ran.stderr.contains("is out of use: self-test: "), "{fault}: {ran:?}");
+        assert_eq!(receipt["offload"]["failures"].as_array().unwrap().len(), 0, "{fault}: {ran:?}");
+    }
+    for fault in ["timeout@1", "abort@1", "enodev@1", "memlock", "firmware", "contexts", "sva", "nodevice"] {
+        let Some(ran) = run(&scene, "sim", &[("NPUSIM_FAULT", fault)], &[]) else { return };
+        let code = if fault == "contexts" { 75 } else { 69 };
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(code), ""), "{fault}: {ran:?}");
+        assert!(ran.stderr.lines().last().unwrap().starts_with("npu-prefill: --device sim: "), "{fault}: {ran:?}");
+    }
+    for options in [&["--no-node"][..], &["--node-mode", "000"]] {
+        let Some(ran) = run(&scene, "sim", &[], options) else { return };
+        assert_eq!((ran.code, ran.stdout.as_str()), (Some(69), ""), "{options:?}: {ran:?}");
+    }
+}
+
+#[test]
+fn a_double_is_taken_by_its_name_only() {
+    let scene = Scene::new(N);
+    let Some(ran) = run(&scene, "npu", &[], &[]) else { return };
+    ran.failed(69, "--device npu: the double of an NPU is loaded");
+    let ran = run(&scene, "auto", &[], &[]).unwrap();
+    assert_eq!(ran.receipt()["device"], "cpu");
+    assert!(ran.stderr.contains("computing on the CPU: the double of an NPU is loaded"), "{ran:?}");
+}
+
+#[test]
+fn the_doctor_and_the_self_test_know_what_they_look_at() {
+    let mut c = common::program();
+    c.args(["selftest", "--device", "sim", "--elfs"]).arg(common::sim_kernels());
+    let Some(mut c) = common::over_the_double(&c, &[], &[]) else { return };
+    let ran = Ran::from(c.output().unwrap());
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    assert!(ran.stdout.contains("on the real XRT over the double") && !ran.stdout.contains("WRONG"), "{ran:?}");
+    let mut c = common::program();
+    c.args(["doctor", "--json", "--device", "sim", "--elfs"]).arg(common::sim_kernels());
+    let ran = Ran::from(common::over_the_double(&c, &[], &[]).unwrap().output().unwrap());
+    let report: serde_json::Value = serde_json::from_str(&ran.stdout).unwrap();
+    let state = |check: &str| {
+        let all = report["checks"].as_array().unwrap();
+        all.iter().find(|c| c["check"] == check).unwrap_or_else(|| panic!("no {check} in {report}"))["state"].clone()
+    };
+    for check in ["device node", "driver", "firmware", "XRT", "kernels", "self-test"] {
+        assert_eq!(state(check), "ok", "{check}: {report}");
+    }
+}
