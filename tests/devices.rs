@@ -38,7 +38,7 @@ fn the_kernels_arithmetic_on_this_processor() {
     let ran = run();
     let receipt = ran.receipt();
     assert_eq!(receipt["device"], "oracle");
-    assert!(ran.stderr.contains("matrix products on oracle (host, "), "{ran:?}");
+    assert!(ran.stderr.contains("matrix products on oracle (host with "), "{ran:?}");
     let offload = &receipt["offload"];
     // Seven projections of the first layer, two of the last; in two blocks of rows.
     assert_eq!((offload["on_device"].as_u64(), offload["on_host"].as_u64()), (Some(9), Some(0)), "{offload}");

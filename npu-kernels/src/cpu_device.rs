@@ -21,7 +21,7 @@ impl CpuDevice {
     /// A device with these kernels.
     pub fn new(catalogue: Catalogue, pool: Pool) -> CpuDevice {
         let info =
-            DeviceInfo { kind: "cpu", name: format!("host, {} threads", pool.threads()), ..DeviceInfo::default() };
+            DeviceInfo { kind: "cpu", name: format!("host with {} threads", pool.threads()), ..DeviceInfo::default() };
         CpuDevice { info, kernels: catalogue.into_kernels(), pool, buffers: Vec::new(), launches: 0 }
     }
 

@@ -3,7 +3,7 @@
 use crate::show::Show;
 use crate::{On, check, open};
 use anyhow::Result;
-use npu_kernels::{Device as _, KernelId, manifest};
+use npu_kernels::{KernelId, manifest};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
