@@ -93,6 +93,7 @@ impl Command {
             Op::Attention(AttentionOp::Qkv { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
             Op::Attention(AttentionOp::Out { k, n }) | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
             Op::Dense(DenseOp::GateUp { k, n }) => (*k, vec![*n, *n]),
+            Op::Dense(DenseOp::Up { k, n }) => (*k, vec![*n]),
             _ => (0, Vec::new()),
         }
     }
