@@ -160,7 +160,8 @@ fn state(model: &Model<'_>, options: &Options, offload: Option<&Mutex<Offload>>)
     let tokens: Vec<u32> = (0..TOKENS as u32).map(|i| i * 17 % 64).collect();
     let ids: Vec<i32> = tokens.iter().map(|t| t.cast_signed()).collect();
     let (type_k, type_v) = (options.type_k, options.type_v);
-    let params = CacheParams { type_k, type_v, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None };
+    let params =
+        CacheParams { type_k, type_v, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None, attn_rot: true };
     let spec = model.kv_spec(&params).map_err(exit::prefill_error)?;
     let map = KvMap::state_file(&spec, &ids, StateVersion::V3).map_err(exit::refusal)?;
     let (size, mut bytes) = (map.size(), Vec::new());

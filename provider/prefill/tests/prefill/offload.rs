@@ -33,7 +33,15 @@ fn state(t: &Tiny, chunk: usize, offload: Option<&Mutex<Offload>>) -> State {
     let gguf = t.gguf();
     let model = Model::load(&gguf).expect("a good model");
     let ty = CacheType::F32;
-    let params = CacheParams { type_k: ty, type_v: ty, v_trans: false, swa_full: true, n_stream: 1, n_ctx: None };
+    let params = CacheParams {
+        type_k: ty,
+        type_v: ty,
+        v_trans: false,
+        swa_full: true,
+        n_stream: 1,
+        n_ctx: None,
+        attn_rot: true,
+    };
     let ids: Vec<i32> = tokens().iter().map(|t| *t as i32).collect();
     let map = KvMap::state_file(&model.kv_spec(&params).unwrap(), &ids, StateVersion::V3).unwrap();
     let (size, mut bytes) = (map.size(), Vec::new());
