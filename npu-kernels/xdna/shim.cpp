@@ -46,6 +46,8 @@ struct xdna_buffer {
 
 struct xdna_run {
     xrt::run run;
+    // Started, and not seen to end.
+    bool going = false;
 };
 
 namespace {
@@ -267,7 +269,7 @@ int32_t xdna_buffer_sync(xdna_buffer *b, int32_t to_device, size_t n, size_t off
 void xdna_buffer_free(xdna_buffer *b) { drop(b); }
 
 xdna_run *xdna_run_new(xdna_kernel *k, xdna_error *e) {
-    return make<xdna_run>(e, [&] { return new xdna_run{xrt::run(k->kernel)}; });
+    return make<xdna_run>(e, [&] { return new xdna_run{xrt::run(k->kernel), false}; });
 }
 
 int32_t xdna_run_set_u64(xdna_run *r, int32_t arg, uint64_t value, xdna_error *e) {
@@ -283,12 +285,27 @@ int32_t xdna_run_set_buffer(xdna_run *r, int32_t arg, xdna_buffer *b, xdna_error
 }
 
 int32_t xdna_run_start(xdna_run *r, xdna_error *e) {
-    return act(e, [&] { r->run.start(); });
+    return act(e, [&] {
+        // Also when it throws: it is not known how far it came.
+        r->going = true;
+        r->run.start();
+    });
 }
 
 int32_t xdna_run_wait(xdna_run *r, uint32_t ms, int32_t *state, xdna_error *e) {
-    return act(e, [&] { *state = static_cast<int32_t>(r->run.wait(std::chrono::milliseconds(ms ? ms : 1))); });
+    return act(e, [&] {
+        ert_cmd_state s = r->run.wait(std::chrono::milliseconds(ms ? ms : 1));
+        // XRT says TIMEOUT both when the driver ended the command and when only this wait is over; the command itself knows.
+        if (s == ERT_CMD_STATE_TIMEOUT) s = r->run.state();
+        r->going = s < ERT_CMD_STATE_COMPLETED || s == ERT_CMD_STATE_SUBMITTED;
+        *state = static_cast<int32_t>(s);
+    });
 }
 
-void xdna_run_free(xdna_run *r) { drop(r); }
+void xdna_run_free(xdna_run *r) {
+    // XRT ends the process when a run is destroyed that has not ended. Such a run is left behind, with the context, the
+    // kernel and the buffers that it refers to: the device may still write to them.
+    if (r && r->going) return;
+    drop(r);
+}
 }

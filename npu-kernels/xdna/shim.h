@@ -89,8 +89,9 @@ int32_t xdna_run_set_u32(xdna_run *r, int32_t arg, uint32_t value, xdna_error *e
 int32_t xdna_run_set_buffer(xdna_run *r, int32_t arg, xdna_buffer *b, xdna_error *e);
 int32_t xdna_run_start(xdna_run *r, xdna_error *e);
 /* Waits at most ms milliseconds (not 0) and gives the command's state, an ert_cmd_state: 4 is COMPLETED. A state under 4 or 7
- * means that the time was up and the command may still be running. */
+ * means that the time was up and the command may still be running. Only after a start that succeeded: XRT would wait for ever. */
 int32_t xdna_run_wait(xdna_run *r, uint32_t ms, int32_t *state, xdna_error *e);
+/* A run that has not been seen to end is left behind, and with it its context and buffers, until the process ends. */
 void xdna_run_free(xdna_run *r);
 
 #ifdef __cplusplus

@@ -73,8 +73,21 @@ impl fmt::Display for Firmware {
     }
 }
 
+/// `struct amdxdna_drm_get_resource_info` of `drm/amdxdna_accel.h`.
+#[repr(C)]
+#[derive(Default)]
+struct ResourceInfo {
+    _clock_max: u64,
+    _tops_max: u64,
+    tasks_max: u64,
+    _tops_now: u64,
+    tasks_now: u64,
+}
+
 /// `DRM_AMDXDNA_QUERY_FIRMWARE_VERSION`.
 const QUERY_FIRMWARE: u32 = 8;
+/// `DRM_AMDXDNA_QUERY_RESOURCE_INFO`.
+const QUERY_RESOURCES: u32 = 12;
 
 /// `_IOC` of `asm-generic/ioctl.h`, for the type `d` of DRM.
 const fn drm(direction: u64, number: u64, size: usize) -> u64 {
@@ -168,6 +181,21 @@ impl Node {
     }
 }
 
+/// Asks the driver for a `T`, which must be the struct of that number.
+fn query<T: Default>(file: &File, param: u32) -> io::Result<T> {
+    let mut answer = T::default();
+    let mut info =
+        GetInfo { param, buffer_size: size_of::<T>() as u32, buffer: std::ptr::from_mut(&mut answer) as u64 };
+    ioctl(file, GET_INFO, &mut info)?;
+    Ok(answer)
+}
+
+/// Contexts in use and at most, of all processes; `None` where the driver does not tell.
+pub fn contexts(path: &Path) -> Option<(u64, u64)> {
+    let info: ResourceInfo = query(&open(path).ok()?, QUERY_RESOURCES).ok()?;
+    Some((info.tasks_now, info.tasks_max))
+}
+
 fn open(path: &Path) -> io::Result<File> {
     // std opens with O_CLOEXEC.
     OpenOptions::new().read(true).write(true).open(path)
@@ -182,13 +210,7 @@ fn probe(path: &Path) -> io::Result<Option<Node>> {
     if &name[..version.name_len.min(name.len())] != b"amdxdna" {
         return Ok(None);
     }
-    let mut firmware = Firmware::default();
-    let mut info = GetInfo {
-        param: QUERY_FIRMWARE,
-        buffer_size: size_of::<Firmware>() as u32,
-        buffer: std::ptr::from_mut(&mut firmware) as u64,
-    };
-    let firmware = ioctl(&file, GET_INFO, &mut info).is_ok().then_some(firmware);
+    let firmware = query(&file, QUERY_FIRMWARE).ok();
     let driver = format!("{}.{}.{}", version.major, version.minor, version.patch);
     Ok(Some(Node { path: path.to_owned(), driver, firmware }))
 }

@@ -120,6 +120,11 @@ impl Buffer {
         self.stale = true;
     }
 
+    /// Its memory is never given back: a run that nobody has seen end may still write there.
+    pub(crate) fn abandon(mut self) {
+        std::mem::forget(self.handle.take());
+    }
+
     /// Its memory is not used again: a failed run may still write there.
     pub(crate) fn spoil(&mut self) {
         self.reusable = false;

@@ -1,6 +1,6 @@
 //! A device, its contexts and their kernels, as shared values that clean up after the last user.
 
-use crate::accel::Node;
+use crate::accel::{Node, contexts};
 use crate::buffer::Buffer;
 use crate::driver::{Driver, Version};
 use crate::error::Error;
@@ -33,7 +33,8 @@ pub struct DeviceInfo {
     pub memlock: Memlock,
 }
 
-/// How many of each are in use: for tests that nothing is left over.
+/// How many of each are in use: for tests that nothing is left over. What a run that never ended holds on to does not count, but is
+/// not given back either before the process ends.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Live {
     /// [`Buffer`]s; those kept for reuse do not count.
@@ -98,6 +99,10 @@ pub fn made_sense_of(failure: Failure, device: Option<&DeviceInner>) -> Error {
             Error::Busy { what: format!("the NPU has no context left ({text})") }
         }
         libc::EINVAL if making_context && text.contains("CREATE_HWCTX") => match device {
+            // The firmware has one number for this too, but the driver counts.
+            Some(device) if contexts(&device.info.node.path).is_some_and(|(now, most)| most > 0 && now >= most) => {
+                Error::Busy { what: format!("all contexts of the NPU are taken ({text})") }
+            }
             Some(device) => Error::Firmware {
                 driver: device.info.node.driver.clone(),
                 firmware: device.info.node.firmware,
@@ -251,9 +256,14 @@ impl Context {
         self.0.lost.load(Ordering::Relaxed)
     }
 
+    /// Starts nothing more.
+    pub(crate) fn lose(&self) {
+        self.0.lost.store(true, Ordering::Relaxed);
+    }
+
     /// Takes what a failed run was given, and starts nothing more.
     pub(crate) fn bury(&self, run: RunHandle, args: Vec<Arg>) {
-        self.0.lost.store(true, Ordering::Relaxed);
+        self.lose();
         self.0.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push((run, args));
     }
 

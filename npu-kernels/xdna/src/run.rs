@@ -68,7 +68,7 @@ impl Run {
             context.device().live.run(1);
             let mut run = Run { kernel: kernel.clone(), handle: Some(handle), args, started: Instant::now() };
             let error = made_sense_of(failure, Some(context.device()));
-            run.give_up();
+            run.give_up(false);
             return Err(error);
         }
         context.device().live.run(1);
@@ -103,6 +103,11 @@ impl Run {
         let ms = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).max(1);
         let ended = handle.wait(ms);
         let kernel = self.kernel.name().to_owned();
+        let has_ended = match &ended {
+            Ok(State::Pending(_)) => false,
+            Ok(_) => true,
+            Err(failure) => failure.state.is_some(),
+        };
         let error = match ended {
             Ok(State::Completed) => {
                 self.handle = None;
@@ -118,20 +123,33 @@ impl Run {
                 (None, _) => made_sense_of(failure, Some(self.kernel.context().device())),
             },
         };
-        self.give_up();
+        self.give_up(has_ended);
         Err(error)
     }
 
-    /// The device may still be at it: what it was given must stay until the context is gone.
-    fn give_up(&mut self) {
-        if let Some(handle) = self.handle.take() {
-            for arg in &mut self.args {
+    /// After a failure. What the run was given stays until the context is gone, and where nobody knows whether the device is still
+    /// at it, until the process ends.
+    fn give_up(&mut self, has_ended: bool) {
+        let Some(handle) = self.handle.take() else { return };
+        self.kernel.context().device().live.run(-1);
+        let mut args = std::mem::take(&mut self.args);
+        if has_ended {
+            for arg in &mut args {
                 if let Arg::Buffer(buffer) = arg {
                     buffer.spoil();
                 }
             }
-            self.kernel.context().device().live.run(-1);
-            self.kernel.context().bury(handle, std::mem::take(&mut self.args));
+            self.kernel.context().bury(handle, args);
+        } else {
+            self.kernel.context().lose();
+            for arg in args {
+                match arg {
+                    Arg::Buffer(buffer) => buffer.abandon(),
+                    Arg::Shared(buffer) => std::mem::forget(buffer),
+                    Arg::Foreign(memory, _) => std::mem::forget(memory),
+                    Arg::U64(_) | Arg::U32(_) => {}
+                }
+            }
         }
     }
 }
