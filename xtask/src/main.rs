@@ -1,15 +1,17 @@
 //! The project's own tools: `cargo xtask tidy` holds the tree against the rules that `ARCHITECTURE.md` states,
 //! `cargo xtask docs` writes the reference page from what the programs say of themselves, `cargo xtask shim` builds the one part
-//! that cargo does not, the C shim over XRT. It is not a build system: cargo builds, and `.ci/run` is the list of what has to pass.
+//! that cargo does not, the C shim over XRT, `cargo xtask simkernels` writes kernels for the driver's double. It is
+//! not a build system: cargo builds, and `.ci/run` is the list of what has to pass.
 
 mod code;
 mod docs;
 mod shim;
+mod simkernels;
 mod tidy;
 mod tree;
 
-use anyhow::{Result, bail};
-use std::path::Path;
+use anyhow::{Context as _, Result, bail};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: cargo xtask <command>
@@ -19,7 +21,9 @@ const USAGE: &str = "usage: cargo xtask <command>
   docs           write docs/reference.md from the programs' own help (builds them in release)
   docs --check   fail when docs/reference.md is stale
   shim [--xrt DIR] [--out DIR]
-                 build libxdna_shim.so, which connects the programs to XRT, and print its path";
+                 build libxdna_shim.so, which connects the programs to XRT, and print its path
+  simkernels [--xrt DIR] [--out DIR] [ROLE:KxN..]
+                 write the kernels that the double of the driver knows, into the target directory";
 
 fn main() -> ExitCode {
     match work() {
@@ -57,15 +61,18 @@ fn work() -> Result<bool> {
         ["docs"] => docs::write(&root),
         ["docs", "--check"] => docs::check(&root),
         ["shim", options @ ..] => {
-            let (mut xrt, mut out) = (None, None);
-            for option in options.chunks(2) {
-                match option {
-                    ["--xrt", dir] => xrt = Some(Path::new(*dir)),
-                    ["--out", dir] => out = Some(Path::new(*dir)),
-                    other => bail!("shim: {:?} is no option with its value\n{USAGE}", other.join(" ")),
-                }
+            let (xrt, out, rest) = places(options)?;
+            if let Some(other) = rest.first() {
+                bail!("shim: {other:?} is no option\n{USAGE}");
             }
-            println!("{}", shim::build(&root, xrt, out)?.display());
+            println!("{}", shim::build(&root, xrt, &out.unwrap_or_else(|| built(&root)))?.display());
+            Ok(true)
+        }
+        ["simkernels", options @ ..] => {
+            let (xrt, out, shapes) = places(options)?;
+            let out = out.unwrap_or_else(|| built(&root).join("simkernels"));
+            let n = simkernels::write(&out, xrt, &shapes)?;
+            println!("simkernels: {n} shapes in {}", out.display());
             Ok(true)
         }
         [] | ["help" | "-h" | "--help"] => {
@@ -74,4 +81,28 @@ fn work() -> Result<bool> {
         }
         other => bail!("no command {:?}\n{USAGE}", other.join(" ")),
     }
+}
+
+/// Where cargo puts the programs, which look there for what belongs to them.
+fn built(root: &Path) -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from).join("debug")
+}
+
+/// `--xrt DIR`, `--out DIR`, and what else there is.
+type Places<'a> = (Option<&'a Path>, Option<PathBuf>, Vec<&'a str>);
+
+fn places<'a>(options: &[&'a str]) -> Result<Places<'a>> {
+    let (mut xrt, mut out, mut rest) = (None, None, Vec::new());
+    let mut options = options.iter().copied();
+    while let Some(option) = options.next() {
+        match option {
+            "--xrt" | "--out" => {
+                let dir = options.next().with_context(|| format!("{option} needs a directory"))?;
+                if option == "--xrt" { xrt = Some(Path::new(dir)) } else { out = Some(PathBuf::from(dir)) }
+            }
+            option if option.starts_with('-') => bail!("{option:?} is no option\n{USAGE}"),
+            other => rest.push(other),
+        }
+    }
+    Ok((xrt, out, rest))
 }

@@ -7,8 +7,8 @@ use std::process::Command;
 const FILE: &str = "libxdna_shim.so";
 
 /// Builds it against the XRT under `xrt` (a root with `usr/include/xrt`, or a prefix with `include/xrt`) or, without one, the
-/// system's, and gives the path of the library.
-pub fn build(root: &Path, xrt: Option<&Path>, out: Option<&Path>) -> Result<PathBuf> {
+/// system's, into the directory `out`, and gives the path of the library.
+pub fn build(root: &Path, xrt: Option<&Path>, out: &Path) -> Result<PathBuf> {
     let source = root.join("npu-kernels/xdna/shim.cpp");
     let candidates: Vec<PathBuf> = match xrt {
         Some(dir) => vec![dir.join("usr"), dir.to_owned()],
@@ -22,12 +22,7 @@ pub fn build(root: &Path, xrt: Option<&Path>, out: Option<&Path>) -> Result<Path
             tried.join(", ")
         );
     };
-    let out = match out {
-        Some(out) => out.to_owned(),
-        // Beside where cargo puts the program, which looks for it there.
-        None => std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from).join("debug"),
-    };
-    std::fs::create_dir_all(&out).with_context(|| format!("making {}", out.display()))?;
+    std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
     let library = out.join(FILE);
     let unfinished = out.join(format!("{FILE}.{}", std::process::id()));
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
