@@ -158,6 +158,7 @@ impl<'g> DeltaWeights<'g> {
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, d: &DeltaSpec, prefix: &str) -> Result<Self, Error> {
         let (e, heads, never) = (spec.n_embd, d.shape.heads, Presence::Never);
         let name = |what: &str| format!("{prefix}.{what}");
+        let qkv = loader.linear(&name("attn_qkv"), e, d.channels(), never)?;
         let strengths = if loader.has(&name("ssm_ba.weight")) {
             Strengths::Mixed(loader.linear(&name("ssm_ba"), e, 2 * heads, never)?)
         } else {
@@ -165,7 +166,7 @@ impl<'g> DeltaWeights<'g> {
             Strengths::Apart { beta, alpha: loader.linear(&name("ssm_alpha"), e, heads, never)? }
         };
         Ok(DeltaWeights {
-            qkv: loader.linear(&name("attn_qkv"), e, d.channels(), never)?,
+            qkv,
             gate: loader.linear(&name("attn_gate"), e, d.values(), never)?,
             strengths,
             conv: conv(loader, &name("ssm_conv1d"), d.channels(), d.taps, never)?,
