@@ -1,5 +1,5 @@
-//! Puts the commit into `--version`. A tree without git, or a copy inside someone else's repository, builds just as well:
-//! the version then stands alone.
+//! Puts the commit and the pinned servers into `--version`. A tree without git, or a copy inside someone else's repository,
+//! builds just as well: the commit is then `unknown`.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,11 +15,27 @@ fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     let root = std::env::var("CARGO_MANIFEST_DIR").unwrap_or_default();
     let version = std::env::var("CARGO_PKG_VERSION").unwrap_or_default();
-    let version = match hash(&root) {
-        Some(hash) => format!("{version} ({hash})"),
-        None => version,
+    let hash = hash(&root).unwrap_or_else(|| "unknown".to_owned());
+    println!("cargo::rustc-env=NPU_PREFILL_VERSION={version} ({hash})");
+    println!("cargo::rerun-if-changed=conformance/pins.toml");
+    println!("cargo::rustc-env=NPU_PREFILL_PINS={}", pins(&root));
+}
+
+/// The servers that the harness runs against, in words.
+fn pins(root: &str) -> String {
+    let text = std::fs::read_to_string(Path::new(root).join("conformance/pins.toml")).unwrap_or_default();
+    let table: toml::Table = text.parse().unwrap_or_default();
+    let servers = table.get("server").and_then(toml::Value::as_array).cloned().unwrap_or_default();
+    let line = |s: &toml::Value| {
+        let text = |key: &str| s.get(key).and_then(toml::Value::as_str).map(str::to_owned);
+        let version = s.get("state_version")?.as_integer()?;
+        Some(format!("state version {version}: {} {}", text("package")?, text("version")?))
     };
-    println!("cargo::rustc-env=NPU_PREFILL_VERSION={version}");
+    let servers: Vec<String> = servers.iter().filter_map(line).collect();
+    match servers.is_empty() {
+        true => "tried on no server".to_owned(),
+        false => format!("tried on llama-servers of {}", servers.join("; ")),
+    }
 }
 
 fn hash(root: &str) -> Option<String> {

@@ -34,7 +34,19 @@ fn help_and_version() {
         ran.code == Some(0) && ran.stdout.starts_with(concat!("npu-prefill ", env!("CARGO_PKG_VERSION"))),
         "{ran:?}"
     );
-    run::<&str>(&[]).failed(2, "missing: --tokens, --out, --model");
+}
+
+#[test]
+fn without_arguments_it_says_what_it_is() {
+    let ran = run::<&str>(&[]);
+    assert_eq!((ran.code, ran.stdout.as_str()), (Some(2), ""), "{ran:?}");
+    assert!((8..=10).contains(&ran.stderr.lines().count()), "{ran:?}");
+    assert!(ran.stderr.lines().all(|l| l.chars().count() <= 120), "{ran:?}");
+    for text in ["npu-prefill setup", "npu-prefill --tokens IDS --out", "npu-prefill inspect FILE", "--help"] {
+        assert!(ran.stderr.contains(text), "{text}");
+    }
+    // Anything typed is a call, and what is missing in it is named.
+    run(&["-t", "1"]).failed(2, "missing: --tokens, --out, --model");
 }
 
 #[test]

@@ -8,12 +8,27 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvlayout::{CacheType, StateVersion};
 
-/// Package version, with the commit where the build knew it.
+/// Package version, with the commit: `unknown` where the build was not in a git tree of its own.
 pub const VERSION: &str = env!("NPU_PREFILL_VERSION");
+/// The same with the servers that its files were tried on.
+const LONG_VERSION: &str = concat!(env!("NPU_PREFILL_VERSION"), "\n", env!("NPU_PREFILL_PINS"));
 
 const USAGE: &str = "npu-prefill --tokens <IDS> --out <STATE> --model <GGUF> [--elfs <DIR>] [OPTIONS]
        npu-prefill --tokens <IDS> --model <GGUF> --layout <HEADER> --fds <N[,N...]> [OPTIONS]
        npu-prefill <COMMAND>";
+
+/// What the program says when nothing is asked of it.
+pub const WELCOME: &str = "\
+npu-prefill computes the KV cache of a prompt outside of llama.cpp and hands it over to a llama-server, which then
+evaluates one token instead of the whole prompt. Three things one does with it:
+
+  npu-prefill setup --server http://127.0.0.1:8080 --slots DIR --model GGUF
+      once, and after every update of the server: looks at its state files, tries a handoff, says what it gains
+  npu-prefill --tokens IDS --out DIR/x.bin --model GGUF
+      per prompt: writes the state file that the server restores (or --layout and --fds: into its memory)
+  npu-prefill inspect FILE
+      looks into a model or a state file, and says what is wrong with it. More: npu-prefill --help
+";
 
 const ABOUT: &str = "Computes the KV cache of a prompt and hands it over to a llama.cpp decoder.
 
@@ -27,6 +42,7 @@ byte. On success one line of JSON goes to stdout, \"prefill_ms\" in it; everythi
 #[command(
     name = "npu-prefill",
     version = VERSION,
+    long_version = LONG_VERSION,
     about = ABOUT,
     override_usage = USAGE,
     after_help = crate::exit::HELP,
@@ -77,8 +93,17 @@ pub enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Set up for a running llama-server: look at its state files, write the configuration, try one handoff, say what it gains
+    Setup(SetupArgs),
     /// List the environment variables, as a Markdown table
     Environment,
+    /// Print completions for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page
+    Man,
 }
 
 /// The options of a handoff.
@@ -226,6 +251,29 @@ pub struct LayoutArgs {
     pub decoder: DecoderArgs,
 }
 
+/// The options of `setup`.
+#[derive(Debug, Args)]
+pub struct SetupArgs {
+    /// The server, such as http://127.0.0.1:8080. What its slot 0 holds is lost
+    #[arg(long, value_name = "URL")]
+    pub server: String,
+    /// The directory of its --slot-save-path
+    #[arg(long, value_name = "DIR")]
+    pub slots: PathBuf,
+    /// The model it runs
+    #[arg(short, long, value_name = "GGUF")]
+    pub model: PathBuf,
+    /// Configuration file to write [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Tokens of the built-in prompt; more where the model has a sliding window, fewer where the context is smaller
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 512, value_parser = prompt_tokens)]
+    pub prompt_tokens: usize,
+    /// Threads of the handoff [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]
+    #[arg(short, long, value_name = "N")]
+    pub threads: Option<u32>,
+}
+
 /// `--state-version`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VersionChoice {
@@ -310,6 +358,14 @@ pub fn chunk(s: &str) -> Result<usize, String> {
     match s.parse() {
         Ok(n @ 1..=65_536) => Ok(n),
         _ => Err("it is 1 to 65536".to_owned()),
+    }
+}
+
+/// A length of the built-in prompt.
+fn prompt_tokens(s: &str) -> Result<usize, String> {
+    match s.parse() {
+        Ok(n @ 1..=1_000_000) => Ok(n),
+        _ => Err("it is 1 to 1000000".to_owned()),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The configuration file: what the decoder was found to be when it was last probed.
 //!
-//! `conformance pin probe` writes it from a running server. It is TOML with these keys, all optional; other keys are
+//! `npu-prefill setup` writes it from a running server, and so does `conformance pin probe`. It is TOML with these keys, all optional; other keys are
 //! ignored, so that a newer probe and an older program get along:
 //!
 //! ```toml
@@ -108,13 +108,40 @@ fn read(path: &Path) -> std::io::Result<String> {
     Ok(text)
 }
 
-fn usual_place() -> Option<PathBuf> {
+/// Where the configuration is when nobody says so.
+pub fn usual_place() -> Option<PathBuf> {
     let absolute = |v: &env::Variable| v.get().map(PathBuf::from).filter(|p| p.is_absolute());
     let base = absolute(&env::XDG_CONFIG_HOME).or_else(|| absolute(&env::HOME).map(|home| home.join(".config")))?;
     Some(base.join("npu-prefill/config.toml"))
 }
 
-fn parse(text: &str) -> Result<Config, String> {
+/// Writes a configuration, whole or not at all. One that was there is kept beside it as `.old`, if it was another.
+///
+/// # Errors
+/// The place cannot be written to.
+pub fn write(path: &Path, text: &str) -> Result<()> {
+    let dir = crate::state_version::directory_of(path);
+    let about = |e: std::io::Error| {
+        Error::new(Kind::CannotCreate, e).context(format!("writing the configuration {}", path.display()))
+    };
+    std::fs::create_dir_all(dir).map_err(about)?;
+    let beside = |ending: &str| {
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(ending);
+        dir.join(name)
+    };
+    if std::fs::read(path).is_ok_and(|old| old != text.as_bytes()) {
+        std::fs::copy(path, beside(".old")).map_err(about)?;
+    }
+    let temp = beside(&format!(".{}", std::process::id()));
+    std::fs::write(&temp, text).and_then(|()| std::fs::rename(&temp, path)).map_err(|e| {
+        let _ = std::fs::remove_file(&temp);
+        about(e)
+    })
+}
+
+/// Its text, checked.
+pub fn parse(text: &str) -> Result<Config, String> {
     let raw: Raw = toml::from_str(text).map_err(|e| e.to_string())?;
     let cache_type = |key: &str, value: Option<String>| {
         value.map(|v| v.parse::<CacheType>().map_err(|e| format!("{key} = \"{v}\": {e}"))).transpose()

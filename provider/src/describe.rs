@@ -2,11 +2,12 @@
 
 use std::fmt::Write as _;
 
+use clap::CommandFactory as _;
 use gguf::Gguf;
 use kvlayout::{CacheType, Header, Refusal, ShareLayout, ShareParams};
 use prefill::{Place, Where};
 
-use crate::cli::{LayoutArgs, PlanArgs};
+use crate::cli::{Cli, LayoutArgs, PlanArgs};
 use crate::device;
 use crate::engine::{Engine, Prompt};
 use crate::exit::{self, Result};
@@ -100,6 +101,42 @@ pub fn layout(args: &LayoutArgs) -> Result<()> {
     }
     print(&out);
     Ok(())
+}
+
+/// A shell's completions.
+pub fn completions(shell: clap_complete::Shell) -> String {
+    let mut out = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "npu-prefill", &mut out);
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// The manual page, in roff.
+pub fn manual() -> String {
+    // Without the commit: the page is committed itself.
+    let command = Cli::command().version(env!("CARGO_PKG_VERSION"));
+    // The page's name has room for a line; the description for all of it.
+    let all = command.get_about().map(ToString::to_string).unwrap_or_default();
+    let first = all.split("\n\n").next().unwrap_or_default().trim_end_matches('.').to_owned();
+    let man = clap_mangen::Man::new(command.about(first).long_about(all)).date("");
+    let mut out = Vec::new();
+    // Writing to memory does not fail.
+    let _ = man.render(&mut out);
+    let text = String::from_utf8_lossy(&out).into_owned();
+    // One page for all: the commands' own options after the list of commands.
+    text + &commands_of_the_manual()
+}
+
+fn commands_of_the_manual() -> String {
+    let mut out = String::from(".SH \"OPTIONS OF THE COMMANDS\"\n");
+    for command in Cli::command().get_subcommands() {
+        let mut part = Vec::new();
+        let _ = clap_mangen::Man::new(command.clone()).render_options_section(&mut part);
+        let part = String::from_utf8_lossy(&part);
+        let body = part.split_once(".SH OPTIONS\n").map_or(&*part, |(_, body)| body);
+        let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+        out += &format!(".SS \"npu-prefill {}\"\n{}\n{body}", command.get_name(), about.replace('-', "\\-"));
+    }
+    out + ".SH ENVIRONMENT\nnpu\\-prefill environment prints every variable that is read.\n"
 }
 
 /// What every architecture was proved on: architecture, server, state version, cache, tiny models. `conformance matrix` writes

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Mutex;
 
 use gguf::Gguf;
-use kvlayout::{KvSink, KvSpec};
+use kvlayout::{CacheType, KvSink, KvSpec};
 use prefill::{CacheParams, Hooks, Isa, Model, Offload, Options, Plan, Timings};
 
 use crate::exit::{self, Error, Kind, Result};
@@ -158,6 +158,15 @@ impl<'g> Engine<'g> {
             n_ctx: decoder.n_ctx,
         };
         self.model.kv_spec(&params).map_err(exit::prefill_error)
+    }
+
+    /// The smallest sliding window, where the model has one.
+    pub fn window(&self) -> Option<u32> {
+        let (type_k, type_v, v_trans) = (CacheType::F16, CacheType::F16, false);
+        let (attn_rot, swa_full, n_stream, n_ctx) = (false, false, 1, None);
+        let params = CacheParams { type_k, type_v, v_trans, attn_rot, swa_full, n_stream, n_ctx };
+        let spec = self.model.kv_spec(&params).ok()?;
+        spec.sections.iter().filter_map(|s| s.window).min()
     }
 
     /// What a run will do.

@@ -48,13 +48,20 @@ variables! {
     MIN_TOKENS = "NPU_PREFILL_MIN_TOKENS", "--min-tokens", "decline shorter prompts";
     MAX_MEMORY = "NPU_PREFILL_MAX_MEMORY", "--max-memory", "refuse when the estimate is higher";
     DEADLINE = "NPU_PREFILL_DEADLINE", "--deadline", "give up after this many seconds";
+    API_KEY = "LLAMA_API_KEY", "", "the key of a server that wants one; only `setup` asks a server for anything";
     LOG = "NPU_PREFILL_LOG", "", "what libraries may say on stderr: off, error, warn (default), info, debug or trace";
     CACHE_SIZE = "NPU_PREFILL_CACHE_SIZE", "", "bound of the packed weights that are kept for the NPU, such as 8G; 0 keeps none; 32G unless set";
     XDG_CACHE_HOME = "XDG_CACHE_HOME", "", "packed weights are kept under it, in npu-prefill/packed; $HOME/.cache stands for an unset one";
+    NO_COLOR = "NO_COLOR", "", "no colours, also on terminals";
+    TERM = "TERM", "", "no colours where it is dumb";
     // Where the configuration file is.
     XDG_CONFIG_HOME = "XDG_CONFIG_HOME", "", "see NPU_PREFILL_CONFIG; ignored when not absolute";
     HOME = "HOME", "", "$HOME/.config stands for an unset XDG_CONFIG_HOME";
 }
+
+/// Those that say what the decoder's memory is like, as the configuration does.
+pub const OF_THE_DECODER: &[&Variable] =
+    &[&CTX_SIZE, &CACHE_TYPE_K, &CACHE_TYPE_V, &FLASH_ATTN, &SWA_FULL, &STATE_VERSION, &N_STREAM];
 
 impl Variable {
     /// Its value, `None` when unset or empty.

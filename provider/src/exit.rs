@@ -64,6 +64,25 @@ impl Kind {
         }
     }
 
+    /// Every kind.
+    pub const ALL: [Kind; 15] = [
+        Kind::Usage,
+        Kind::Data,
+        Kind::NoInput,
+        Kind::Unavailable,
+        Kind::Internal,
+        Kind::CannotCreate,
+        Kind::Io,
+        Kind::Busy,
+        Kind::Refused,
+        Kind::Declined,
+        Kind::Config,
+        Kind::Tainted,
+        Kind::HangUp,
+        Kind::Interrupted,
+        Kind::Terminated,
+    ];
+
     fn with(self, error: impl std::error::Error + Send + Sync + 'static) -> Error {
         Error { kind: self, error: error.into() }
     }
@@ -141,6 +160,12 @@ impl fmt::Display for Error {
         let text = format!("{:#}", self.error);
         f.write_str(&text.split(['\n', '\r']).map(str::trim).filter(|s| !s.is_empty()).collect::<Vec<_>>().join("; "))
     }
+}
+
+/// What went wrong in a process of this program that ended so.
+pub fn kind_of_child(status: std::process::ExitStatus) -> Kind {
+    let code = status.code().and_then(|c| u8::try_from(c).ok());
+    Kind::ALL.into_iter().find(|k| Some(k.code()) == code).unwrap_or(Kind::Internal)
 }
 
 /// Opening an input.
@@ -340,24 +365,7 @@ pub mod tests {
 
     #[test]
     fn help_lists_every_code() {
-        use Kind::*;
-        for kind in [
-            Usage,
-            Data,
-            NoInput,
-            Unavailable,
-            Internal,
-            CannotCreate,
-            Io,
-            Busy,
-            Refused,
-            Declined,
-            Config,
-            Tainted,
-            HangUp,
-            Interrupted,
-            Terminated,
-        ] {
+        for kind in Kind::ALL {
             assert!(HELP.contains(&kind.code().to_string()), "{kind:?}");
         }
     }

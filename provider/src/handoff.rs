@@ -5,11 +5,9 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use gguf::Gguf;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvlayout::{KvSink, StateVersion};
 use prefill::{Options, Timings};
 
@@ -17,13 +15,11 @@ use crate::device::{self, Opened};
 use crate::engine::{Engine, Estimate, Prepared, Prompt};
 use crate::exit::{self, Error, Kind, Result};
 use crate::job::{Compute, Decoder, Ends, Job, Route};
+use crate::progress::Progress;
 use crate::receipt::{Receipt, ms, round};
-use crate::say::{bytes, is_terminal, say, say_if_room};
+use crate::say::{bytes, say};
 use crate::signals::Watch;
 use crate::{file, ids, memory, share};
-
-/// How often a line of progress is printed where there is no terminal.
-const PROGRESS_EVERY: Duration = Duration::from_secs(1);
 
 /// Does it. `started` is when the process began.
 ///
@@ -156,9 +152,10 @@ impl<'a> Ready<'a> {
         let load_ms = ms(self.load.elapsed());
         let mut progress = Progress::new(self.watch, self.tokens.len());
         let result = work.prepared.run(self.tokens, self.device.offload.as_ref(), sink, &mut progress);
+        let layers = progress.layers();
         drop(progress);
         let timings = result.map_err(|e| self.why(e))?;
-        Ok(Done { timings, load_ms })
+        Ok(Done { timings, load_ms, layers })
     }
 
     /// Whatever went wrong, a stop is the reason if there was one.
@@ -182,6 +179,7 @@ impl<'a> Ready<'a> {
             bytes: sink.bytes,
             write_ms: round(done.timings.write_ms + ms(commit)),
             load_ms: done.load_ms,
+            layer_ms: done.layers.iter().map(|d| (ms(*d) * 10.0).round() / 10.0).collect(),
             first_gemm_ms: done.timings.first_gemm.map(|at| ms(at.duration_since(self.started))),
             total_ms: ms(self.started.elapsed()),
             threads,
@@ -211,6 +209,7 @@ pub struct Work<'a> {
 pub struct Done {
     timings: Timings,
     load_ms: f64,
+    layers: Vec<Duration>,
 }
 
 fn open_ids(path: &Path) -> Result<File> {
@@ -221,72 +220,4 @@ fn open_ids(path: &Path) -> Result<File> {
         return Err(about(Error::new(Kind::NoInput, "is a directory")));
     }
     Ok(file)
-}
-
-/// A bar for people, a line a second for programs: they may take silence for a hang.
-struct Progress<'a> {
-    watch: &'a Watch,
-    n_tokens: usize,
-    shown: Shown,
-}
-
-enum Shown {
-    Bar(ProgressBar),
-    Lines {
-        latest: Arc<Mutex<String>>,
-        /// Ends the thread by being dropped.
-        _done: mpsc::Sender<()>,
-    },
-}
-
-impl<'a> Progress<'a> {
-    fn new(watch: &'a Watch, n_tokens: usize) -> Progress<'a> {
-        let shown = if is_terminal() {
-            let style = ProgressStyle::with_template("{bar:40} {pos}/{len} tokens, {msg} [{elapsed} < {eta}]");
-            let bar = ProgressBar::with_draw_target(Some(n_tokens as u64), ProgressDrawTarget::stderr_with_hz(10));
-            Shown::Bar(bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())))
-        } else {
-            let latest = Arc::new(Mutex::new(format!("progress: 0 of {n_tokens} tokens")));
-            let (done, ended) = mpsc::channel();
-            let theirs = latest.clone();
-            // Without the thread there is no progress to see, and nothing else is lost.
-            let _ = std::thread::Builder::new().name("progress".to_owned()).spawn(move || {
-                while ended.recv_timeout(PROGRESS_EVERY) == Err(mpsc::RecvTimeoutError::Timeout) {
-                    let line = theirs.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                    say_if_room(line);
-                }
-            });
-            Shown::Lines { latest, _done: done }
-        };
-        Progress { watch, n_tokens, shown }
-    }
-}
-
-impl Drop for Progress<'_> {
-    fn drop(&mut self) {
-        if let Shown::Bar(bar) = &self.shown {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-impl prefill::Hooks for Progress<'_> {
-    fn stop(&self) -> bool {
-        self.watch.stopped().is_some()
-    }
-
-    fn progress(&mut self, layer: usize, n_layer: usize, rows: usize, n_tokens: usize) {
-        // Layers are computed one after the other for all tokens; what is done is told as if it were tokens.
-        let done = (layer * n_tokens + rows) / n_layer.max(1);
-        match &self.shown {
-            Shown::Bar(bar) => {
-                bar.set_position(done as u64);
-                bar.set_message(format!("layer {} of {n_layer}", layer + 1));
-            }
-            Shown::Lines { latest, .. } => {
-                let line = format!("progress: {done} of {} tokens, layer {} of {n_layer}", self.n_tokens, layer + 1);
-                *latest.lock().unwrap_or_else(PoisonError::into_inner) = line;
-            }
-        }
-    }
 }

@@ -18,9 +18,12 @@ mod job;
 mod memory;
 mod npu;
 mod pack_store;
+mod progress;
 mod receipt;
 mod say;
 mod selftest;
+mod server;
+mod setup;
 mod share;
 mod signals;
 mod state_version;
@@ -33,15 +36,19 @@ use clap::Parser;
 
 use crate::cli::{Cli, Command};
 use crate::exit::{Error, Kind, Result};
-use crate::say::say;
+use crate::say::complain;
 
 fn main() -> ExitCode {
     let started = Instant::now();
     std::panic::set_hook(Box::new(on_panic));
+    if std::env::args_os().len() <= 1 {
+        say::say_plain(cli::WELCOME);
+        return Kind::Usage.code().into();
+    }
     let cli = match Cli::try_parse_from(cli::normalise(std::env::args_os())) {
         Ok(cli) => cli,
         Err(e) if e.use_stderr() => {
-            say(usage(&e.render().to_string()));
+            complain(usage(&e.render().to_string()));
             return Kind::Usage.code().into();
         }
         Err(help) => {
@@ -55,7 +62,7 @@ fn main() -> ExitCode {
         Ok(Ok(())) => 0,
         Ok(Err(e)) => {
             let e = e.at_the_end();
-            say(&e);
+            complain(&e);
             e.kind.code()
         }
         Err(_) => Kind::Internal.code(),
@@ -91,8 +98,17 @@ fn dispatch(mut cli: Cli, started: Instant) -> Result<()> {
         Some(Command::Layout(args)) => describe::layout(&args),
         Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Selftest(args)) => selftest::run(&args),
+        Some(Command::Setup(args)) => setup::run(args),
         Some(Command::Models { json }) => {
             describe::models(json);
+            Ok(())
+        }
+        Some(Command::Completions { shell }) => {
+            say::print(&describe::completions(shell));
+            Ok(())
+        }
+        Some(Command::Man) => {
+            say::print(&describe::manual());
             Ok(())
         }
         Some(Command::Environment) => {
@@ -107,7 +123,7 @@ fn on_panic(info: &PanicHookInfo<'_>) {
     let what = what.downcast_ref::<&str>().copied().or_else(|| what.downcast_ref::<String>().map(String::as_str));
     let what = what.unwrap_or("panic").replace('\n', " ");
     let place = info.location().map(|l| format!(" at {l}")).unwrap_or_default();
-    say(format_args!("internal error: {what}{place} (npu-prefill {}); please report this", cli::VERSION));
+    complain(format_args!("internal error: {what}{place} (npu-prefill {}); please report this", cli::VERSION));
     if exit::is_tainted() {
         // At once, from whichever thread this is: there is nothing to be dropped, and nothing more may be written.
         std::process::exit(Kind::Tainted.code().into());

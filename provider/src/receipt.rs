@@ -33,6 +33,8 @@ pub struct Receipt<'a> {
     pub write_ms: f64,
     /// Opening the model and preparing its weights.
     pub load_ms: f64,
+    /// Each layer of the prefill, in their order, to a tenth.
+    pub layer_ms: Vec<f64>,
     /// From the start of the process to its first matrix product.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first_gemm_ms: Option<f64>,

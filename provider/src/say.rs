@@ -3,17 +3,58 @@
 use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::env;
+
 /// How long a line may wait for a reader who has let the pipe run full.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// Whether a bar stands on the terminal's last line.
+static BAR: AtomicBool = AtomicBool::new(false);
+
+/// Says that a bar is shown, or not any more: lines then begin by clearing it.
+pub fn bar_is_shown(shown: bool) {
+    BAR.store(shown, Ordering::SeqCst);
+}
+
 /// One line, prefixed with the program's name.
 pub fn say(line: impl fmt::Display) {
+    say_in("1", line);
+}
+
+/// The line that says why the program ends without success.
+pub fn complain(line: impl fmt::Display) {
+    say_in("1;31", line);
+}
+
+/// The same, the name in a style on terminals.
+fn say_in(style: &str, line: impl fmt::Display) {
+    let clear = if BAR.load(Ordering::SeqCst) { "\r\x1b[K" } else { "" };
+    let name = match has_colours() {
+        true => format!("\x1b[{style}mnpu-prefill:\x1b[0m"),
+        false => "npu-prefill:".to_owned(),
+    };
     // One write per line, so that lines of several processes on one stderr do not mix.
-    write_if_room(std::io::stderr(), format!("npu-prefill: {line}\n").as_bytes(), PATIENCE);
+    write_if_room(std::io::stderr(), format!("{clear}{name} {line}\n").as_bytes(), PATIENCE);
+}
+
+/// Whether stderr is a terminal that wants colours.
+fn has_colours() -> bool {
+    is_terminal() && env::NO_COLOR.get().is_none() && env::TERM.get().is_none_or(|t| t != "dumb")
+}
+
+/// Columns of the terminal, 80 where it does not say.
+pub fn columns() -> usize {
+    rustix::termios::tcgetwinsize(std::io::stderr()).map(|w| w.ws_col.into()).ok().filter(|&n| n > 0).unwrap_or(80)
+}
+
+/// Text for a person who asked for nothing, as it is.
+pub fn say_plain(text: &str) {
+    write_if_room(std::io::stderr(), text.as_bytes(), PATIENCE);
 }
 
 /// A line that is of use only now: it is left out when there is no room for it.

@@ -236,7 +236,7 @@ fn end_by_force(shared: &Shared) {
     if let Some(out) = &state.out {
         remove_temporaries(out);
     }
-    crate::say::say(&error);
+    crate::say::complain(&error);
     std::process::exit(error.kind.code().into());
 }
 
