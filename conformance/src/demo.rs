@@ -141,7 +141,7 @@ fn hand_over(server: &mut Server, build: &Build, model: &Path, demo: &Demo) -> R
         chunk: None,
         server_file: &probe_path,
     };
-    let mut provider = Provider { path: demo.provider.clone(), threads: demo.threads };
+    let mut provider = Provider::new(&demo.provider, demo.threads);
     let provider_ms = match provider.produce(&job, &out)? {
         Produced::File { prefill_ms } => prefill_ms.unwrap_or(0.0),
         Produced::Skipped(why) => anyhow::bail!("{why}"),

@@ -11,10 +11,10 @@ use conformance::oracle::Mistake;
 use conformance::pins::{Cache, Pins};
 use conformance::producer::Choice;
 use conformance::routes::{self, Routes};
-use conformance::run::{self, CaseReport, Verdict};
+use conformance::run::{self, Verdict};
 use conformance::server::Build;
 use conformance::shared::Route;
-use conformance::{cases, demo, hostile, locate, matrix, probe, report};
+use conformance::{cases, demo, hostile, html, locate, matrix, probe, report, terminal};
 
 /// Proves a provider of llama.cpp state files against real llama-servers.
 #[derive(Debug, Parser)]
@@ -41,10 +41,13 @@ enum Command {
     },
     /// Run the cases of the support table - architecture by server by cache - and write it where the tree shows it
     Matrix(MatrixArgs),
-    /// Print the table of a stored report
+    /// Print the table of a stored report, or write it as a page to look at
     Report {
         /// What `run --json` wrote
         file: PathBuf,
+        /// Write one HTML file with pictures, which needs nothing else
+        #[arg(long, value_name = "FILE")]
+        html: Option<PathBuf>,
     },
     /// Measure the routes: file, shared memory, and a bare copy of the same bytes
     Routes(RoutesArgs),
@@ -202,6 +205,8 @@ enum PinCommand {
 }
 
 fn main() -> ExitCode {
+    // Looked up when it is needed: opening the cache would make its directory.
+    terminal::leave_cleanly(|| Cache::open().map(|c| run::temporary_dirs(c.root())).unwrap_or_default());
     match work(Cli::parse()) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
@@ -230,11 +235,16 @@ fn work(cli: Cli) -> Result<bool> {
             Ok(true)
         }
         Command::Compare { a, b } => compare(&a, &b),
-        Command::Report { file } => {
+        Command::Report { file, html } => {
             let text = std::fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
             let value: serde_json::Value =
                 serde_json::from_str(&text).with_context(|| format!("reading {}", file.display()))?;
-            print!("{}", report::table(&value)?);
+            match html {
+                Some(path) => {
+                    std::fs::write(&path, html::page(&value)?).with_context(|| format!("writing {}", path.display()))?
+                }
+                None => print!("{}", report::table(&value)?),
+            }
             Ok(value["counts"][1] == 0 && value["counts"][3] == 0)
         }
         Command::Matrix(args) => write_matrix(&args),
@@ -305,9 +315,13 @@ fn run_cases(args: RunArgs) -> Result<bool> {
     };
     let context = run::Context { pins, cache: Cache::open()?, producer, server: args.llama_server, keep: args.keep };
     let began = Instant::now();
-    let done = |c: &CaseReport| eprintln!("{}", report::line(c));
-    let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores), &done);
-    let report = report::report(&results, began.elapsed().as_secs_f64());
+    let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores));
+    let program = match &context.producer {
+        Choice::Provider(path) | Choice::Shared(path, ..) => Some(path.as_path()),
+        _ => None,
+    };
+    let versions = report::versions(&context.pins, &list, program, context.server.as_deref());
+    let report = report::report(&results, began.elapsed().as_secs_f64(), versions);
     let value = serde_json::to_value(&report).context("the report as JSON")?;
     if let Some(path) = &args.json {
         let text = serde_json::to_string_pretty(&value).context("the report as JSON")? + "\n";
@@ -336,8 +350,7 @@ fn write_matrix(args: &MatrixArgs) -> Result<bool> {
             let producer = Choice::Provider(locate::provider(args.provider.as_deref())?);
             let context =
                 run::Context { pins: Pins::load()?, cache: Cache::open()?, producer, server: None, keep: None };
-            let done = |c: &CaseReport| eprintln!("{}", report::line(c));
-            let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores), &done);
+            let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores));
             results.into_iter().filter(|r| r.verdict == Verdict::Pass).map(|r| r.id).collect()
         }
     };

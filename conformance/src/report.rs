@@ -1,12 +1,17 @@
 //! Results for people: a table, and what is wrong under it. For machines the same as JSON.
 
 use std::fmt::Write as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::cases::Case;
+use crate::pins::{Pins, ServerPin};
 use crate::run::{CaseReport, Verdict};
+use crate::terminal;
 
 /// All results with where they were made.
 #[derive(Debug, Serialize)]
@@ -15,6 +20,10 @@ pub struct Report<'a> {
     pub format: &'static str,
     /// The machine.
     pub machine: Value,
+    /// What was run, word by word.
+    pub command: Vec<String>,
+    /// Programs, servers and models, exactly.
+    pub versions: Value,
     /// Wall time of the whole run.
     pub seconds: f64,
     /// Cases that passed, failed, were skipped, could not be tried.
@@ -24,15 +33,54 @@ pub struct Report<'a> {
 }
 
 /// Puts results together.
-pub fn report(cases: &[CaseReport], seconds: f64) -> Report<'_> {
+pub fn report<'a>(cases: &'a [CaseReport], seconds: f64, versions: Value) -> Report<'a> {
     let count = |v: Verdict| cases.iter().filter(|c| c.verdict == v).count();
     Report {
         format: "npu-prefill conformance 1",
         machine: machine(),
+        command: std::env::args().collect(),
+        versions,
         seconds,
         counts: [count(Verdict::Pass), count(Verdict::Fail), count(Verdict::Skip), count(Verdict::Error)],
         cases,
     }
+}
+
+/// Which programs, servers and models a run is about. `provider` and `server` are programs that say their version themselves.
+pub fn versions(pins: &Pins, cases: &[Case], provider: Option<&Path>, server: Option<&Path>) -> Value {
+    let said = |program: &Path| {
+        let out = Command::new(program).arg("--version").stdin(Stdio::null()).output();
+        let lines = |o: std::process::Output| {
+            // llama-server says it on stderr.
+            let text = [o.stdout, o.stderr].concat();
+            String::from_utf8_lossy(&text).lines().take(4).map(str::trim).collect::<Vec<_>>().join("; ")
+        };
+        out.map(lines).unwrap_or_else(|e| format!("does not run: {e}"))
+    };
+    let used = |f: &dyn Fn(&Case) -> bool| cases.iter().any(f);
+    let servers: Vec<Value> = match server {
+        Some(path) => vec![json!({"pin": "own", "version": said(path)})],
+        None => {
+            let pinned = pins.servers.iter().filter(|p| used(&|c| c.pin == p.name));
+            let row = |p: &ServerPin| {
+                json!({
+                    "pin": p.name, "package": p.package, "version": p.version, "state_version": p.state_version,
+                    "sha256": p.sha256,
+                })
+            };
+            pinned.map(row).collect()
+        }
+    };
+    let models =
+        pins.models.iter().filter(|m| used(&|c| c.model == m.name)).map(
+            |m| json!({"name": m.name, "title": m.title, "weights": m.weights, "sha256": m.sha256, "bytes": m.bytes}),
+        );
+    json!({
+        "conformance": env!("CARGO_PKG_VERSION"),
+        "provider": provider.map(said),
+        "servers": servers,
+        "models": models.collect::<Vec<_>>(),
+    })
 }
 
 /// Processor, cores and kernel, as far as the system tells.
@@ -54,7 +102,7 @@ fn cpu_name(cpuinfo: &str) -> &str {
 /// One line of progress.
 pub fn line(c: &CaseReport) -> String {
     let first = c.reasons.first().map(|r| format!(": {}", r.lines().next().unwrap_or(""))).unwrap_or_default();
-    format!("{:<5} {} ({:.1} s){first}", word(&c.verdict), c.id, c.seconds)
+    format!("{} {} ({:.1} s){first}", terminal::coloured(word(&c.verdict)), c.id, c.seconds)
 }
 
 fn word(v: &Verdict) -> &'static str {

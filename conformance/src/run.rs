@@ -24,11 +24,14 @@ use crate::cases::Case;
 use crate::check::{self, Distances, Measure, Want};
 use crate::client::{Ask, Client, Completion};
 use crate::fixtures;
+use crate::heat::{Grid, Heat};
 use crate::pins::{Cache, Pins};
-use crate::producer::{Choice, Job, Produced};
+use crate::producer::{Choice, Job, Produced, Times};
 use crate::prompts;
+use crate::report;
 use crate::server::{Build, Server, ServerOptions};
 use crate::shape::{CacheOptions, Shape, Weights};
+use crate::terminal::Runs;
 use crate::tolerances as tol;
 
 /// Batch of the servers whose noise is measured; below it flash attention runs other code than above.
@@ -100,6 +103,10 @@ pub struct PromptReport {
     pub other_attention: Option<Reply>,
     /// The provider's prefill.
     pub prefill_ms: Option<f64>,
+    /// Where the provider's time went.
+    pub times: Option<Times>,
+    /// The one token that the server evaluated after the restore.
+    pub first_token_ms: Option<f64>,
     /// The server's own prefill of the same ids.
     pub server_prefill_ms: f64,
     /// Asserted outcomes and other things worth knowing.
@@ -135,6 +142,8 @@ pub struct CaseReport {
     pub reused: usize,
     /// Prompts that the server computes again whatever it is given, as it should.
     pub reprocessed: usize,
+    /// Differences of the longest prompt by layer and position.
+    pub heat: Option<Heat>,
     /// The prompts.
     pub prompts: Vec<PromptReport>,
     /// Wall time.
@@ -157,19 +166,16 @@ impl CaseReport {
             other_attention: Spread::default(),
             reused: 0,
             reprocessed: 0,
+            heat: None,
             prompts: Vec::new(),
             seconds: 0.0,
         }
     }
 }
 
-/// Runs cases, `workers` at a time, and calls `done` with each report as it comes. Reports are in the order of the cases.
-pub fn run_all(
-    context: &Context,
-    cases: &[Case],
-    workers: usize,
-    done: &(dyn Fn(&CaseReport) + Sync),
-) -> Vec<CaseReport> {
+/// Runs cases, `workers` at a time, and says of each how it ended. Reports are in the order of the cases.
+pub fn run_all(context: &Context, cases: &[Case], workers: usize) -> Vec<CaseReport> {
+    let runs = Runs::new(cases.len(), cases.iter().map(|c| weight(&context.pins, c)).sum());
     // The longest first, so that no worker is left with one at the end.
     let mut order: Vec<usize> = (0..cases.len()).collect();
     order.sort_by_key(|&i| std::cmp::Reverse(weight(&context.pins, &cases[i])));
@@ -178,8 +184,10 @@ pub fn run_all(
         for _ in 0..workers.max(1) {
             scope.spawn(|| {
                 while let Some(&i) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let id = cases[i].id();
+                    runs.begin(&id);
                     let report = run_case(context, &cases[i]);
-                    done(&report);
+                    runs.end(&id, weight(&context.pins, &cases[i]), &report::line(&report));
                     if let Ok(mut results) = results.lock() {
                         results.insert(i, report);
                     }
@@ -233,6 +241,7 @@ struct Reference {
     other_attention: Option<Reply>,
     prefill_ms: f64,
     noise: Distances,
+    noise_grid: Grid,
     notes: Vec<String>,
 }
 
@@ -320,7 +329,9 @@ impl<'a> Runner<'a> {
                 server_file: &r.file,
             };
             match producer.produce(&job, &out).with_context(|| format!("prompt {}", r.name))? {
-                Produced::File { prefill_ms } => produced.push((out, prefill_ms, producer.notes())),
+                Produced::File { prefill_ms } => {
+                    produced.push((out, prefill_ms, producer.notes(), producer.times()));
+                }
                 Produced::Skipped(why) => {
                     return Ok(CaseReport::ended(self.case.id(), producer.name(), Verdict::Skip, why));
                 }
@@ -335,7 +346,8 @@ impl<'a> Runner<'a> {
 
         let spec = self.shape.kv_spec(&cache);
         let mut server = self.start("b", |o| o.cache_ram_mib = 8192)?;
-        for (r, (file, prefill_ms, notes)) in references.iter().zip(&produced) {
+        let longest = references.iter().map(|r| r.ids.len()).max().unwrap_or(0);
+        for (r, (file, prefill_ms, notes, times)) in references.iter().zip(&produced) {
             let tokens = &r.ids[..r.ids.len() - 1];
             let bytes = fs::read(file).with_context(|| format!("reading {}", file.display()))?;
             let server_bytes = fs::read(&r.file).with_context(|| format!("reading {}", r.file.display()))?;
@@ -360,6 +372,8 @@ impl<'a> Runner<'a> {
                 small_batch: r.small_batch,
                 other_attention: r.other_attention,
                 prefill_ms: *prefill_ms,
+                times: times.clone(),
+                first_token_ms: None,
                 server_prefill_ms: r.prefill_ms,
                 notes: r.notes.iter().chain(notes).cloned().collect(),
             };
@@ -372,6 +386,12 @@ impl<'a> Runner<'a> {
             {
                 Ok((d, _)) => {
                     p.distances = d;
+                    if report.heat.is_none() && r.ids.len() == longest {
+                        let grid = State::parse(&bytes)
+                            .map_err(anyhow::Error::from)
+                            .and_then(|s| Grid::of(&server_state, &s, &self.shape, tokens.len()));
+                        report.heat = grid.ok().map(|g| Heat::new(&r.name, tokens.len(), &g, &r.noise_grid));
+                    }
                     p.failed = check::judge(&d, self.shape.weights, [self.case.type_k, self.case.type_v], &worst_noise);
                     p.failed.retain(|m| !m.passes());
                 }
@@ -473,6 +493,7 @@ impl<'a> Runner<'a> {
             other_attention: None,
             prefill_ms: prefill.prompt_ms.unwrap_or(0.0),
             noise: Distances::ZERO,
+            noise_grid: Grid::default(),
             notes,
         })
     }
@@ -493,9 +514,10 @@ impl<'a> Runner<'a> {
         let mut server = self.start("c", |o| o.n_ubatch = SMALL_BATCH)?;
         for r in references.iter_mut() {
             let variant = self.variant(&server, r);
-            let (d, reply) =
+            let (d, grid, reply) =
                 server.explain(variant).with_context(|| format!("prompt {} in batches of {SMALL_BATCH}", r.name))?;
             r.noise = r.noise.max(d);
+            r.noise_grid = std::mem::take(&mut r.noise_grid).max(grid);
             r.small_batch = Some(reply);
         }
         drop(server);
@@ -511,15 +533,16 @@ impl<'a> Runner<'a> {
         // The yardstick is the worst of all prompts; the longest are the dearest here, and not the noisiest.
         for r in references.iter_mut().filter(|r| all_long || r.ids.len() <= LONG) {
             let variant = self.variant(&server, r);
-            let (d, reply) =
+            let (d, grid, reply) =
                 server.explain(variant).with_context(|| format!("prompt {} with the other attention", r.name))?;
             r.noise = r.noise.max(d);
+            r.noise_grid = std::mem::take(&mut r.noise_grid).max(grid);
             r.other_attention = Some(reply);
         }
         Ok(())
     }
 
-    fn variant(&self, server: &Server, r: &Reference) -> Result<(Distances, Reply)> {
+    fn variant(&self, server: &Server, r: &Reference) -> Result<(Distances, Grid, Reply)> {
         let client = &server.client;
         client.erase(0)?;
         client.prefill(&r.ids[..r.ids.len() - 1], 0)?;
@@ -536,11 +559,12 @@ impl<'a> Runner<'a> {
         let reference = read(&r.file, [self.case.type_k, self.case.type_v])?;
         let variant = read(&path, [server.options.type_k, server.options.type_v])?;
         let (d, _) = check::distances(&reference, &variant, &self.shape)?;
+        let grid = Grid::of(&reference, &variant, &self.shape, r.ids.len() - 1)?;
         fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
         let ask = self.ask(&r.ids);
         let reply = behaviour::compare(&r.control, &client.complete(&ask, until_departure(&r.control))?);
         client.erase(0)?;
-        Ok((d, reply))
+        Ok((d, grid, reply))
     }
 
     /// What every server is asked: the case's tokens, greedily, on top of what its slot holds.
@@ -564,6 +588,7 @@ impl<'a> Runner<'a> {
         // Where the server computes everything again, the reply is the cold one.
         let against = if p.want_prompt_n == 1 { &r.control } else { &r.cold };
         let reply = client.complete(&ask, until_departure(against))?;
+        p.first_token_ms = reply.prompt_ms;
         let mut counts = reply.prompt_n.zip(reply.cache_n);
         if counts.is_none() {
             client.restore(0, name)?;
@@ -712,6 +737,13 @@ fn until_departure(control: &Completion) -> impl FnMut(&crate::client::Step) -> 
 
 /// A directory in the cache for one run, gone when dropped.
 pub(crate) struct TempDir(pub(crate) PathBuf);
+
+/// The directories that this process has for its runs just now.
+pub fn temporary_dirs(root: &Path) -> Vec<PathBuf> {
+    let own = format!("{}-", std::process::id());
+    let entries = fs::read_dir(root.join("run")).into_iter().flatten().flatten();
+    entries.filter(|e| e.file_name().to_string_lossy().starts_with(&own)).map(|e| e.path()).collect()
+}
 
 impl TempDir {
     pub(crate) fn new(root: &Path) -> Result<TempDir> {

@@ -55,7 +55,7 @@ pub struct SharedProvider {
 impl SharedProvider {
     /// A producer that starts this program.
     pub fn new(path: &Path, threads: u32, route: Route, kind: Kind) -> SharedProvider {
-        let file = Provider { path: path.to_owned(), threads };
+        let file = Provider::new(path, threads);
         SharedProvider { route, kind, file, shape: None, decoder: None, prompts: 0, notes: Vec::new() }
     }
 
