@@ -14,12 +14,14 @@ mod ours;
 mod peer;
 mod prefill;
 mod process;
+mod report;
 mod run;
 mod stats;
+mod svg;
 mod table;
 
 use std::io::{self, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -45,6 +47,12 @@ enum Command {
     Neighbour(NeighbourArgs),
     /// What it costs to start the provider for every prompt
     Process(ProcessArgs),
+    /// Put the recorded measurements into the pages, as pictures and tables; measures nothing
+    Report {
+        /// Fail when a page or picture is stale, and write nothing
+        #[arg(long)]
+        check: bool,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -259,6 +267,13 @@ fn work(command: Command) -> Result<String> {
             let p = process::Process { model, prompts: a.prompt, runs: a.runs, ours: a.ours.provider()? };
             let rows = process::measure(&p, &mut progress)?;
             Ok(process::report(&p, &rows))
+        }
+        Command::Report { check } => {
+            let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+            if !report::run(&root, check, &mut progress)? {
+                bail!("the pages do not show what was recorded");
+            }
+            Ok(String::new())
         }
     }
 }
