@@ -33,7 +33,7 @@ pub struct Report<'a> {
 }
 
 /// Puts results together.
-pub fn report<'a>(cases: &'a [CaseReport], seconds: f64, versions: Value) -> Report<'a> {
+pub fn report(cases: &[CaseReport], seconds: f64, versions: Value) -> Report<'_> {
     let count = |v: Verdict| cases.iter().filter(|c| c.verdict == v).count();
     Report {
         format: "npu-prefill conformance 1",

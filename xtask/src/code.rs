@@ -48,6 +48,73 @@ pub fn shipped(source: &str) -> String {
     String::from_utf8(code).unwrap_or_default()
 }
 
+/// The string literals of a source: where each begins, and what it says. Bytes and characters are none.
+pub fn literals(source: &str) -> Vec<(usize, String)> {
+    let bytes = source.as_bytes();
+    let mut found = Vec::new();
+    let mut i = 0;
+    while i < bytes.len() {
+        let (end, text) = match bytes[i] {
+            b'/' if bytes.get(i + 1) == Some(&b'/') => (find(bytes, i, b"\n").unwrap_or(bytes.len()), None),
+            b'/' if bytes.get(i + 1) == Some(&b'*') => (block_comment(bytes, i), None),
+            b'"' => {
+                let end = string(bytes, i + 1);
+                (end, source.get(i + 1..end - 1).map(unescaped))
+            }
+            b'r' if !continues_word(bytes, i) => match raw_string(bytes, i) {
+                Some(end) => {
+                    let hashes = bytes[i + 1..].iter().take_while(|b| **b == b'#').count();
+                    (end, source.get(i + 2 + hashes..end - 1 - hashes).map(str::to_owned))
+                }
+                None => (i, None),
+            },
+            b'\'' => (character(bytes, i).unwrap_or(i), None),
+            _ => (i, None),
+        };
+        found.extend(text.map(|t| (i, t)));
+        i = end.max(i + 1);
+    }
+    found
+}
+
+/// A literal as the compiler reads it, as far as messages use escapes.
+fn unescaped(literal: &str) -> String {
+    let mut out = String::new();
+    let mut chars = literal.chars().peekable();
+    while let Some(c) = chars.next() {
+        if c != '\\' {
+            out.push(c);
+            continue;
+        }
+        match chars.next() {
+            Some('n') => out.push('\n'),
+            // The line goes on at the next character that is no space.
+            Some('\n') => while chars.next_if(|c| c.is_whitespace()).is_some() {},
+            Some(c) => out.push(c),
+            None => {}
+        }
+    }
+    out
+}
+
+/// The byte after the bracket that closes the one at `open`, in code without literals.
+pub fn closing(code: &str, open: usize) -> usize {
+    let mut depth = 0usize;
+    for (i, b) in code.bytes().enumerate().skip(open) {
+        match b {
+            b'(' | b'[' | b'{' => depth += 1,
+            b')' | b']' | b'}' => {
+                depth = depth.saturating_sub(1);
+                if depth == 0 {
+                    return i + 1;
+                }
+            }
+            _ => {}
+        }
+    }
+    code.len()
+}
+
 /// Lines (from 1) of `code` in which `word` stands for itself, not as a part of a longer name. What is not a letter at an end
 /// of `word` needs no border there.
 pub fn lines_with<'a>(code: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
@@ -174,6 +241,14 @@ mod tests {
         assert!(code.contains("fn a") && code.contains("fn c"));
         assert!(!code.contains("dbg") && !code.contains("use y"));
         assert_eq!(lines_with(&code, "fn").collect::<Vec<_>>(), [1, 8]);
+    }
+
+    #[test]
+    fn literals_are_read_as_the_compiler_reads_them() {
+        let source = "f(\"a \\\"b\\\" {x}\", r#\"c \"d\"\"#); // \"no\"\nlet e = \"two \\\n    lines\"; '\"' 'x: \"f\"";
+        let found: Vec<String> = literals(source).into_iter().map(|(_, t)| t).collect();
+        assert_eq!(found, ["a \"b\" {x}", "c \"d\"", "two lines", "f"]);
+        assert_eq!(closing("f(a, (b), [c]) d", 1), 14);
     }
 
     #[test]

@@ -1,60 +1,142 @@
-//! `docs/reference.md`, from what the programs say of themselves: their `--help`, the variables, the models. It is committed,
-//! so that it can be read without building, and checked, so that it is not a second truth.
+//! What is written by the programs themselves: the reference page, the messages, the manual page, the completions, the list of
+//! commands that no test runs. All is committed, so that it can be read and packed without building, and checked, so that it is not a
+//! second truth.
 
 use anyhow::{Context as _, Result, ensure};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-const PAGE: &str = "docs/reference.md";
+use crate::messages;
+use crate::tree::Tree;
+
+const REFERENCE: &str = "docs/reference.md";
+const BY_HAND: &str = "docs/by-hand.md";
 
 const HEAD: &str = "# Reference
 
 <!-- Written by `cargo xtask docs` from the programs themselves. Change them, then run it again. -->
 
 What the programs say of themselves. Flag beats environment variable beats configuration file beats default. Exit codes are
-explained in [exit-codes.md](exit-codes.md).
+explained in [exit-codes.md](exit-codes.md), messages in [messages.md](messages.md).
 ";
 
-/// Writes the page.
+const BY_HAND_HEAD: &str = "# Commands that no test runs
+
+<!-- Written by `cargo xtask messages` from the pages. -->
+
+Every command on the pages and in the README stands in a block marked `console` and is run by a test, except for those
+marked `by-hand`, which are listed here with the reason.
+";
+
+/// Files and what they should hold.
+type Files = Vec<(String, String)>;
+
+/// Writes everything.
 pub fn write(root: &Path) -> Result<bool> {
-    let page = page(root)?;
-    std::fs::write(root.join(PAGE), page).with_context(|| format!("writing {PAGE}"))?;
-    println!("{PAGE} written");
+    put(root, said(root)?)?;
+    write_found(root)
+}
+
+/// Whether what the programs say is as it would be written.
+pub fn check(root: &Path) -> Result<bool> {
+    compare(root, said(root)?, "docs")
+}
+
+/// Writes what is found in the tree: needs no program, and takes no time.
+pub fn write_found(root: &Path) -> Result<bool> {
+    put(root, found(root)?)
+}
+
+/// Whether what is found in the tree is as it would be written.
+pub fn check_found(root: &Path) -> Result<bool> {
+    compare(root, found(root)?, "messages")
+}
+
+fn put(root: &Path, files: Files) -> Result<bool> {
+    for (path, want) in files {
+        let full = root.join(&path);
+        if std::fs::read_to_string(&full).unwrap_or_default() != want {
+            if let Some(dir) = full.parent() {
+                std::fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
+            }
+            std::fs::write(&full, want).with_context(|| format!("writing {path}"))?;
+            println!("{path} written");
+        }
+    }
     Ok(true)
 }
 
-/// Whether the page is as it would be written; says where it is not.
-pub fn check(root: &Path) -> Result<bool> {
-    let want = page(root)?;
-    let have = std::fs::read_to_string(root.join(PAGE)).unwrap_or_default();
-    if have == want {
-        println!("{PAGE} is up to date");
-        return Ok(true);
+/// Says where files are not as they should be.
+fn compare(root: &Path, files: Files, command: &str) -> Result<bool> {
+    let mut fresh = true;
+    for (path, want) in files {
+        let have = std::fs::read_to_string(root.join(&path)).unwrap_or_default();
+        if have == want {
+            println!("{path} is up to date");
+            continue;
+        }
+        fresh = false;
+        let line = have.lines().zip(want.lines()).take_while(|(a, b)| a == b).count();
+        let show = |text: &str| text.lines().nth(line).map_or("(end)".to_owned(), |l| format!("{l:?}"));
+        eprintln!(
+            "{path}:{}: stale: {} here, should be {}; run `cargo xtask {command}`",
+            line + 1,
+            show(&have),
+            show(&want)
+        );
     }
-    let line = have.lines().zip(want.lines()).take_while(|(a, b)| a == b).count();
-    let show = |text: &str| text.lines().nth(line).map_or("(end)".to_owned(), |l| format!("{l:?}"));
-    eprintln!(
-        "{PAGE}:{}: stale: {} here, {} from the programs; run `cargo xtask docs`",
-        line + 1,
-        show(&have),
-        show(&want)
-    );
-    Ok(false)
+    Ok(fresh)
 }
 
-fn page(root: &Path) -> Result<String> {
+/// What the programs say.
+fn said(root: &Path) -> Result<Files> {
     let provider = build(root, "npu-prefill")?;
     let harness = build(root, "conformance")?;
+    let said = |args: &[&str]| ask(&provider, args);
+    Ok(vec![
+        (REFERENCE.into(), reference(&provider, &harness)?),
+        ("packaging/npu-prefill.1".into(), said(&["man"])?),
+        ("packaging/completions/npu-prefill.bash".into(), said(&["completions", "bash"])?),
+        ("packaging/completions/_npu-prefill".into(), said(&["completions", "zsh"])?),
+        ("packaging/completions/npu-prefill.fish".into(), said(&["completions", "fish"])?),
+    ])
+}
+
+/// What the tree says.
+fn found(root: &Path) -> Result<Files> {
+    let tree = Tree::read(root)?;
+    Ok(vec![(messages::PAGE.into(), messages::page(&tree)), (BY_HAND.into(), by_hand(&tree))])
+}
+
+fn reference(provider: &Path, harness: &Path) -> Result<String> {
     let mut out = String::from(HEAD);
     out += "\n## npu-prefill\n";
-    describe(&provider, "npu-prefill", &mut Vec::new(), &mut out)?;
+    describe(provider, "npu-prefill", &mut Vec::new(), &mut out)?;
     out += "\n### Environment variables\n\nAn empty variable is an unset one.\n\n";
-    out += ask(&provider, &["environment"])?.trim_end();
+    out += ask(provider, &["environment"])?.trim_end();
     out += "\n\n### Supported\n\n```text\n";
-    out += ask(&provider, &["models"])?.trim_end();
+    out += ask(provider, &["models"])?.trim_end();
     out += "\n```\n\n## conformance\n";
-    describe(&harness, "conformance", &mut Vec::new(), &mut out)?;
+    describe(harness, "conformance", &mut Vec::new(), &mut out)?;
     Ok(out)
+}
+
+/// Blocks marked ```` ```console by-hand: reason ````, with where they stand.
+fn by_hand(tree: &Tree) -> String {
+    let mut out = String::from(BY_HAND_HEAD);
+    for (path, text) in
+        tree.with_suffix(".md").filter(|(p, _)| (*p == "README.md" || p.starts_with("docs/")) && *p != BY_HAND)
+    {
+        let mut lines = text.lines();
+        while let Some(line) = lines.next() {
+            let Some(reason) = line.trim().strip_prefix("```console by-hand: ") else { continue };
+            let commands: Vec<&str> =
+                lines.by_ref().take_while(|l| l.trim() != "```").filter_map(|l| l.strip_prefix("$ ")).collect();
+            let target = path.strip_prefix("docs/").map_or(format!("../{path}"), str::to_owned);
+            out += &format!("\n[{path}]({target}): {reason}\n\n```text\n{}\n```\n", commands.join("\n"));
+        }
+    }
+    out
 }
 
 /// The help of a program or a command of it, and then of the commands under it.

@@ -1,13 +1,18 @@
 //! The project's own tools: `cargo xtask tidy` holds the tree against the rules that `ARCHITECTURE.md` states,
-//! `cargo xtask docs` writes the reference page from what the programs say of themselves, `cargo xtask shim` builds the one part
-//! that cargo does not, the C shim over XRT, `cargo xtask simkernels` writes kernels for the driver's double. It is
-//! not a build system: cargo builds, and `.ci/run` is the list of what has to pass.
+//! `cargo xtask docs` writes what the programs say of themselves, `cargo xtask book` and `cargo xtask deb` put pages and package
+//! together, `cargo xtask shim` builds the one part that cargo does not, the C shim over XRT, `cargo xtask simkernels`
+//! writes kernels for the driver's double. It is not a build system: cargo builds,
+//! and `.ci/run` is the list of what has to pass.
 
+mod book;
 mod code;
 mod docs;
+mod messages;
+mod package;
 mod shim;
 mod simkernels;
 mod tidy;
+mod tools;
 mod tree;
 
 use anyhow::{Context as _, Result, bail};
@@ -18,8 +23,12 @@ const USAGE: &str = "usage: cargo xtask <command>
 
   tidy           hold the tree against its rules (also a test of this package)
   tidy --rules   list the rules
-  docs           write docs/reference.md from the programs' own help (builds them in release)
-  docs --check   fail when docs/reference.md is stale
+  docs           write what the programs say of themselves: reference, manual page, completions (builds them in release); and messages
+  docs --check   fail when what the programs say is stale
+  messages       write the page of messages, and that of commands which no test runs; needs no build
+  messages --check  fail when these are stale
+  book           build the book under target/book and follow every link in it (builds mdbook once, into a cache)
+  deb            build the Debian package under target/debian (builds cargo-deb once, into a cache)
   shim [--xrt DIR] [--out DIR]
                  build libxdna_shim.so, which connects the programs to XRT, and print its path
   simkernels [--xrt DIR] [--out DIR] [ROLE:KxN..]
@@ -75,6 +84,10 @@ fn work() -> Result<bool> {
             println!("simkernels: {n} shapes in {}", out.display());
             Ok(true)
         }
+        ["messages"] => docs::write_found(&root),
+        ["messages", "--check"] => docs::check_found(&root),
+        ["book"] => book::build(&root),
+        ["deb"] => package::build(&root),
         [] | ["help" | "-h" | "--help"] => {
             println!("{USAGE}");
             Ok(true)

@@ -673,7 +673,8 @@ fn commands(tree: &Tree, out: &mut Out) {
     for path in ["README.md", ".ci/run"] {
         let lines: Vec<&str> = tree.text(path).lines().map(str::trim).collect();
         for command in COMMANDS {
-            if !lines.iter().any(|l| *l == command || l.strip_prefix("run ") == Some(command)) {
+            let is = |l: &&str| [Some(*l), l.strip_prefix("run "), l.strip_prefix("$ ")].contains(&Some(command));
+            if !lines.iter().any(is) {
                 out.say(path, 1, format!("`{command}` does not stand here on a line of its own"));
             }
         }
