@@ -163,7 +163,7 @@ impl<'g> Engine<'g> {
     /// The smallest sliding window, where the model has one.
     pub fn window(&self) -> Option<u32> {
         let (type_k, type_v, v_trans) = (CacheType::F16, CacheType::F16, false);
-        let (attn_rot, swa_full, n_stream, n_ctx) = (false, false, 1, None);
+        let (attn_rot, swa_full, n_stream, n_ctx) = (false, false, 1, Some(self.trained_context()));
         let params = CacheParams { type_k, type_v, v_trans, attn_rot, swa_full, n_stream, n_ctx };
         let spec = self.model.kv_spec(&params).ok()?;
         spec.sections.iter().filter_map(|s| s.window).min()

@@ -46,6 +46,8 @@ struct Seen {
     type_k: CacheType,
     type_v: CacheType,
     flash_attn: bool,
+    /// Whether it rotates the rows of quantised caches; `None` where its files do not say.
+    attn_rot: Option<bool>,
     n_stream: usize,
     n_ctx: u32,
     /// Its model has a sliding window. Whether it keeps all positions of such layers all the same (`--swa-full`) cannot be seen
@@ -200,6 +202,7 @@ impl Seen {
             type_k: k.ty,
             type_v: v.ty,
             flash_attn: !stream.v_trans,
+            attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || v.ty.is_quantised()).map(|n| n != (0, 0)),
             n_stream: kv.streams.len(),
             n_ctx,
             window,
@@ -217,6 +220,9 @@ impl Seen {
             self.n_ctx,
             self.n_stream
         );
+        if let Some(on) = self.attn_rot {
+            out += &format!("attn_rot = {on}\n");
+        }
         if self.window {
             out += "# Whether it runs with --swa-full cannot be seen from outside: add `swa_full = true` if it does.\n";
         }
@@ -388,7 +394,8 @@ mod tests {
         use kvlayout::{KvMap, KvSection, KvSink, KvSpec, LayerKv, MemSpace, Part, Scatter};
         let layers = vec![LayerKv { layer: 0, n_embd_k: 32, n_embd_v: 32 }];
         let spec = KvSpec {
-            sections: vec![KvSection { layers, window: None }],
+            sections: vec![KvSection { layers, window: None, n_rot: (0, 0) }],
+            recurrent: None,
             type_k: CacheType::F16,
             type_v: CacheType::Bf16,
             v_trans: false,
