@@ -7,6 +7,8 @@ mod common;
 
 use common::{Ran, Scene};
 use kvlayout::{Part, State};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 /// One scale a row and one an output, 8 bits each, against f32 products, in two layers: relative L2 of a layer's K or V.
 const INT8_REL: f64 = 3e-2;
@@ -23,11 +25,21 @@ fn distance(a: &State, b: &State) -> f64 {
     worst
 }
 
-/// A handoff with the double's kernels; `None` where there is no double.
+/// One process at a time has the device, and waits for it only so long.
+static DEVICE: Mutex<()> = Mutex::new(());
+
+/// Runs a command where there seems to be an NPU; `None` where that cannot be had.
+fn over_the_double(c: &Command, variables: &[(&str, &str)], options: &[&str]) -> Option<Ran> {
+    let mut c = common::over_the_double(c, variables, options)?;
+    let _mine = DEVICE.lock().unwrap_or_else(PoisonError::into_inner);
+    Some(Ran::from(c.output().unwrap()))
+}
+
+/// A handoff with the double's kernels.
 fn run(scene: &Scene, device: &str, variables: &[(&str, &str)], options: &[&str]) -> Option<Ran> {
     let mut c = scene.command();
     c.args(["--device", device, "--elfs"]).arg(common::sim_kernels());
-    Some(Ran::from(common::over_the_double(&c, variables, options)?.output().unwrap()))
+    over_the_double(&c, variables, options)
 }
 
 #[test]
@@ -105,13 +117,12 @@ fn a_double_is_taken_by_its_name_only() {
 fn the_doctor_and_the_self_test_know_what_they_look_at() {
     let mut c = common::program();
     c.args(["selftest", "--device", "sim", "--elfs"]).arg(common::sim_kernels());
-    let Some(mut c) = common::over_the_double(&c, &[], &[]) else { return };
-    let ran = Ran::from(c.output().unwrap());
+    let Some(ran) = over_the_double(&c, &[], &[]) else { return };
     assert_eq!(ran.code, Some(0), "{ran:?}");
     assert!(ran.stdout.contains("on the real XRT over the double") && !ran.stdout.contains("WRONG"), "{ran:?}");
     let mut c = common::program();
     c.args(["doctor", "--json", "--device", "sim", "--elfs"]).arg(common::sim_kernels());
-    let ran = Ran::from(common::over_the_double(&c, &[], &[]).unwrap().output().unwrap());
+    let ran = over_the_double(&c, &[], &[]).unwrap();
     let report: serde_json::Value = serde_json::from_str(&ran.stdout).unwrap();
     let state = |check: &str| {
         let all = report["checks"].as_array().unwrap();
