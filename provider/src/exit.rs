@@ -99,7 +99,7 @@ Exit codes:
    70  internal: a bug
    73  cannot create: --out cannot be made there
    74  i/o: a read or write broke, disk full
-   75  busy: not done in time (--deadline)
+   75  busy: not done in time (--deadline), or somebody else has the NPU
    76  refused: parameters do not fit together; nothing was written
    77  declined: not worth a handoff (--min-tokens)
    78  config: the configuration file or --elfs is wrong

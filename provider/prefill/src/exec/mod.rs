@@ -198,7 +198,8 @@ impl<'a, K: Kernel> Host<'a, K> {
         self.project_on_host(acts, parts);
     }
 
-    /// The same, and never on a device: a router's logits rounded to 8 bits would choose other experts.
+    /// The same, and never on a device: for experts, whose router would choose others by logits rounded to 8 bits, and for what
+    /// recurrent states are made of, where errors add up over positions.
     fn project_on_host(&self, acts: &Activations, parts: Vec<(&Linear<'_>, &mut [f32])>) {
         let mut jobs = Vec::with_capacity(parts.len());
         for (linear, out) in parts {
