@@ -352,7 +352,7 @@ impl<'a> Runner<'a> {
             let bytes = fs::read(file).with_context(|| format!("reading {}", file.display()))?;
             let server_bytes = fs::read(&r.file).with_context(|| format!("reading {}", r.file.display()))?;
             let server_state =
-                State::parse(&server_bytes).with_context(|| format!("the server's own file of {}", r.name))?;
+                self.shape.parse(&server_bytes).with_context(|| format!("the server's own file of {}", r.name))?;
             let want =
                 Want { tokens, version, spec: &spec, n_vocab: self.shape.n_vocab, n_ctx: self.case.n_ctx, handoff };
             let mut p = PromptReport {
@@ -380,7 +380,9 @@ impl<'a> Runner<'a> {
             for s in &p.structure {
                 report.reasons.push(format!("{}: structure: {s}", r.name));
             }
-            match State::parse(&bytes)
+            match self
+                .shape
+                .parse(&bytes)
                 .map_err(anyhow::Error::from)
                 .and_then(|s| check::distances(&server_state, &s, &self.shape))
             {
@@ -551,7 +553,7 @@ impl<'a> Runner<'a> {
         let path = server.options.slots.join(&name);
         let read = |p: &Path, [type_k, type_v]: [CacheType; 2]| -> Result<State> {
             let bytes = fs::read(p).with_context(|| format!("reading {}", p.display()))?;
-            let mut state = State::parse(&bytes)?;
+            let mut state = self.shape.parse(&bytes)?;
             let cache = CacheOptions { type_k, type_v, ..self.cache() };
             check::tell_rotation(&mut state, &self.shape.kv_spec(&cache));
             Ok(state)

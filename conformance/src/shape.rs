@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use gguf::Gguf;
-use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, LayerRec, RecSection};
+use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, LayerRec, ParseError, RecSection, State};
 
 /// The shape of a model's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -94,7 +94,10 @@ impl Shape {
         };
         let heads_kv = per_layer("attention.head_count_kv", n_head)?;
         let head_k = number("attention.key_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
-        let head_v = number("attention.value_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
+        // Latent attention keeps one row that is key and value at once: there is no V.
+        let latent = number("attention.key_length_mla")?.is_some_and(|n| n > 0);
+        let width = number("attention.value_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
+        let head_v = if latent { 0 } else { width };
         let rule = window_rule(&arch, n_layer);
         let window = match rule {
             Some((default, _)) => number("attention.sliding_window")?.or(default).filter(|&n| n > 0),
@@ -118,7 +121,7 @@ impl Shape {
             _ => false,
         };
         let cell_ext = match arch.as_str() {
-            "qwen2vl" | "paddleocr" | "qwen3vl" | "qwen35" | "qwen35moe" => true,
+            "qwen2vl" | "paddleocr" | "qwen3vl" | "qwen3vlmoe" | "qwen35" | "qwen35moe" => true,
             "glm4" | "hunyuan_vl" => several,
             _ => false,
         };
@@ -154,6 +157,14 @@ impl Shape {
             recurrent,
             weights,
         })
+    }
+
+    /// Takes a state file of this model apart.
+    pub fn parse(&self, bytes: &[u8]) -> Result<State, ParseError> {
+        match self.head_v {
+            0 => State::parse_latent(bytes),
+            _ => State::parse(bytes),
+        }
     }
 
     /// The decoder's memory for this model and these options.

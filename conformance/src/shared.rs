@@ -199,7 +199,8 @@ pub fn same(file: &[u8], shared: &[u8], whole: bool) -> Result<()> {
     if file == shared {
         return Ok(());
     }
-    let (a, b) = (State::parse(file)?, State::parse(shared)?);
+    let parse = |bytes| State::parse(bytes).or_else(|e| State::parse_latent(bytes).map_err(|_| e));
+    let (a, b) = (parse(file)?, parse(shared)?);
     let tensors = a.tensors();
     ensure!(tensors == b.tensors(), "the file has {} tensors, the memory {}", tensors.len(), b.tensors().len());
     let (mut first, mut rows) = (None, 0);

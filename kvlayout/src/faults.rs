@@ -444,8 +444,9 @@ fn shape(state: &State, spec: &KvSpec, faults: &mut Vec<Fault>) {
         if s.k.len() != want.layers.len() {
             faults.push(mismatch(Field::NLayer, place, want.layers.len(), s.k.len()));
         }
-        if s.v.len() != s.k.len() {
-            faults.push(mismatch(Field::NLayer, place, format!("V of {} layers", s.k.len()), s.v.len()));
+        let with_v = if want.k_only() { 0 } else { s.k.len() };
+        if s.v.len() != with_v {
+            faults.push(mismatch(Field::NLayer, place, format!("V of {with_v} layers"), s.v.len()));
         }
         if let Some((k, v)) = s.n_rot {
             for (field, want, found) in [(Field::NRotK, want.n_rot.0, k), (Field::NRotV, want.n_rot.1, v)] {

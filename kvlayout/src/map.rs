@@ -64,7 +64,7 @@ impl Window {
 /// | u32 | number of layers in this section |
 /// | u32, u32 | version 4 only: rotation widths of K and V; 0 where rows are not rotated, as those of f32, f16 and bf16 |
 /// | layers × (i32, u64, rows) | **all** K tensors: type, bytes per row, *c* rows |
-/// | layers × (i32, u64, rows) | all V tensors, the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
+/// | layers × (i32, u64, rows) | all V tensors, unless the section has none (MLA), the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
 ///
 /// A model with sliding-window and full layers has two sections, the full one first. A recurrent memory, if there is one, is
 /// the last section, and not like the others:
@@ -279,7 +279,7 @@ impl KvMap {
                 b.word(s.n_rot.0);
                 b.word(s.n_rot.1);
             }
-            for part in [Part::K, Part::V] {
+            for part in [Part::K, Part::V].into_iter().filter(|p| *p == Part::K || !s.k_only()) {
                 for l in &s.layers {
                     let (elem, width, n_rot) = match part {
                         Part::K => (spec.type_k, l.n_embd_k, s.n_rot.0),

@@ -32,7 +32,7 @@ impl KvMap {
         let mut windows = Vec::new();
         for (section, s) in spec.sections.iter().enumerate() {
             for l in &s.layers {
-                for (part, elem, width) in parts(spec, l) {
+                for (part, elem, width) in parts(spec, s, l) {
                     check_rotation(section, part, width, if part == Part::K { s.n_rot.0 } else { s.n_rot.1 })?;
                     let found = layout.tensor(l.layer, part);
                     let Some(t) = found.filter(|t| t.ty == elem && t.ne[0] == u64::from(width)) else {

@@ -200,7 +200,7 @@ impl ShareLayout {
         for s in &spec.sections {
             let cells = section_cells(spec, s, cells, n_ubatch);
             for l in &s.layers {
-                for (_, ty, width) in parts(spec, l) {
+                for (_, ty, width) in parts(spec, s, l) {
                     let bytes = ty.row_bytes(width.into())?.checked_mul(cells.into())?;
                     sum += u128::from(bytes.checked_next_multiple_of(SHARE_ALIGN)?);
                 }
@@ -239,8 +239,9 @@ fn section_cells(spec: &KvSpec, s: &KvSection, full: u32, n_ubatch: u32) -> u32 
 }
 
 /// A layer's tensors in order.
-pub(crate) fn parts(spec: &KvSpec, l: &LayerKv) -> [(Part, CacheType, u32); 2] {
-    [(Part::K, spec.type_k, l.n_embd_k), (Part::V, spec.type_v, l.n_embd_v)]
+pub(crate) fn parts(spec: &KvSpec, s: &KvSection, l: &LayerKv) -> impl Iterator<Item = (Part, CacheType, u32)> {
+    let all = [(Part::K, spec.type_k, l.n_embd_k), (Part::V, spec.type_v, l.n_embd_v)];
+    all.into_iter().take(if s.k_only() { 1 } else { 2 })
 }
 
 /// Checks what a spec must be for its memory to be shared, apart from V's order: the layout of a transposed V is the same.
@@ -265,7 +266,7 @@ fn check_spec(spec: &KvSpec) -> Result<(), Refusal> {
                 return Err(Refusal::LayerOrder { section, layer: l.layer });
             }
             last = Some(l.layer);
-            for (part, ty, width) in parts(spec, l) {
+            for (part, ty, width) in parts(spec, s, l) {
                 if width == 0 {
                     return Err(Refusal::NoChannels { layer: l.layer, part });
                 }
@@ -290,7 +291,7 @@ impl Builder {
     }
 
     fn layer(&mut self, spec: &KvSpec, section: usize, l: &LayerKv, cells: u32) -> Result<(), Refusal> {
-        for (part, ty, width) in parts(spec, l) {
+        for (part, ty, width) in parts(spec, &spec.sections[section], l) {
             let ne = [width.into(), cells.into(), 1, 1];
             let bytes = ty
                 .row_bytes(width.into())

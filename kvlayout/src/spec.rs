@@ -66,7 +66,8 @@ pub struct LayerKv {
     pub layer: u32,
     /// Width of a key row: KV heads × key head size (`n_embd_k_gqa`).
     pub n_embd_k: u32,
-    /// Width of a value row: KV heads × value head size (`n_embd_v_gqa`).
+    /// Width of a value row: KV heads × value head size (`n_embd_v_gqa`). 0 in all layers of a section: its key rows are
+    /// the values too (MLA), and there is no V.
     pub n_embd_v: u32,
 }
 
@@ -103,6 +104,13 @@ pub struct RecSection {
     pub n_layer: u32,
     /// The layers that have state, by ascending model index.
     pub layers: Vec<LayerRec>,
+}
+
+impl KvSection {
+    /// Whether there is no V: latent attention, whose key rows are the values too.
+    pub fn k_only(&self) -> bool {
+        !self.layers.is_empty() && self.layers.iter().all(|l| l.n_embd_v == 0)
+    }
 }
 
 /// Everything about a decoder's memory that decides the bytes of its state, apart from version and tokens.

@@ -351,7 +351,7 @@ impl From<&KvSpec> for Shape {
     fn from(spec: &KvSpec) -> Shape {
         let section = |s: &crate::KvSection| {
             SectionShape::Kv(KvShape {
-                k_only: false,
+                k_only: s.k_only(),
                 n_stream: Some(spec.n_stream),
                 v_trans: Some(spec.v_trans),
                 type_k: Some(spec.type_k),
@@ -436,8 +436,8 @@ pub fn read_version(head: &[u8]) -> Result<StateVersion, ParseError> {
 
 impl State {
     /// Takes a file apart that may have any of the shapes servers write: with or without the cell extension; one or two
-    /// attention caches, followed or not by a recurrent memory; or that alone. (Caches without V, and those of sparse
-    /// attention, need [`parse_as`](Self::parse_as).)
+    /// attention caches, followed or not by a recurrent memory; or that alone. (Caches without V need
+    /// [`parse_latent`](Self::parse_latent), those of sparse attention [`parse_as`](Self::parse_as).)
     ///
     /// The shape under which the file ends where it should wins. If there is none, but one that leaves bytes over,
     /// those are in [`trailing`](Self::trailing). Otherwise the error is that of the shape which got furthest. One cut
@@ -476,6 +476,13 @@ impl State {
             (None, Some((_, shape))) => Self::parse_as(bytes, &shape),
             (None, None) => unreachable!("every shape gives a state or an error"),
         }
+    }
+
+    /// Takes a file apart that a decoder of latent attention writes: one cache, without V. [`parse`](Self::parse) does not
+    /// try this shape, since a file of another model that ends behind its keys has it too.
+    pub fn parse_latent(bytes: &[u8]) -> Result<State, ParseError> {
+        let kv = KvShape { k_only: true, ..KvShape::default() };
+        Self::parse_as(bytes, &Shape { cell_ext: false, sections: vec![SectionShape::Kv(kv)] })
     }
 
     /// Takes a file apart that has a known shape: the first field that is not as the shape says is the error. Bytes

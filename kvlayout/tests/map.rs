@@ -380,3 +380,34 @@ fn the_whole_of_a_simple_one() {
         assert_eq!(scattered(&spec, &ids(20), version), state(&spec, &ids(20), version).write());
     }
 }
+
+/// Latent attention: one row is key and value at once, and the file has no V. The bytes by hand, from the table above
+/// [`KvMap`].
+#[test]
+fn without_v_there_are_keys_alone() {
+    let mut spec = dense(2, 3);
+    spec.sections[0].layers.iter_mut().for_each(|l| l.n_embd_v = 0);
+    let tokens = [7, 8];
+    let out = scattered(&spec, &tokens, StateVersion::V4);
+    let word = |v: u32| v.to_le_bytes().to_vec();
+    let mut want = [*b"qsgg"].concat();
+    // Version, tokens, streams, cells, each cell, V not transposed, layers, no rotation.
+    for v in [4, 2, 7, 8, 1, 2, 0, 1, 0, 1, 1, 0, 0, 2, 0, 0] {
+        want.extend(word(v));
+    }
+    for layer in 0..2 {
+        want.extend(word(CacheType::F16.id()));
+        want.extend(6u64.to_le_bytes());
+        want.extend(rows(layer, Part::K, 0..2, 3).into_iter().flat_map(|v| common::bytes(CacheType::F16, v)));
+    }
+    assert_eq!(out, want);
+    let state = State::parse_latent(&out).unwrap();
+    assert_eq!(state.tensors(), [(0, 0, Part::K), (0, 1, Part::K)]);
+    assert_eq!(State::parse_as(&out, &Shape::from(&spec)).unwrap(), state);
+    assert!(State::parse_latent(&out[..out.len() - 1]).is_err());
+    let expect = faults::Expect { spec: Some(spec), tokens: Some(tokens.to_vec()), ..Default::default() };
+    assert_eq!(faults::check_bytes(&out, &expect), []);
+    // The same file for a model with values: what is missing is named.
+    let expect = faults::Expect { spec: Some(dense(2, 3)), ..expect };
+    assert_ne!(faults::check_bytes(&out, &expect), []);
+}

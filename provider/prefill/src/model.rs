@@ -1,6 +1,7 @@
 //! A model, ready to run: its numbers and its tensors, and what the decoder's memory for it looks like.
 
 use crate::arch::RecurrentLayers;
+use crate::layer::Mixer;
 use crate::layer::attention::AttentionSpec;
 use crate::spec::Spec;
 use crate::weights::Weights;
@@ -92,10 +93,25 @@ impl<'g> Model<'g> {
         };
         part('K', params.type_k, &|a| a.head_k)?;
         part('V', params.type_v, &|a| a.head_v)?;
+        if crate::layer::latent::layers(&self.spec).next().is_some()
+            && let Some(ty) = [params.type_k, params.type_v].into_iter().find(|ty| ty.block_elems() > 1)
+        {
+            return Err(Error::Unsupported {
+                what: format!("a cache of {ty} for latent attention"),
+                hint: "how servers turn rows that are key and value at once is not built; use f16, bf16 or f32".into(),
+            });
+        }
+        let widths = |mixer: &Mixer| match mixer {
+            Mixer::Attention(a) => Some((a.windowed, a.n_embd_k(), a.n_embd_v())),
+            // The row is key and value at once: there is no V.
+            Mixer::Latent(a) => Some((false, a.row(), 0)),
+            _ => None,
+        };
+        let all = || (0u32..).zip(&self.spec.layers).filter_map(|(i, l)| Some((i, widths(&l.mixer)?)));
         let pick = |windowed: bool| KvSection {
-            layers: attention()
-                .filter(|(_, a)| a.windowed == windowed)
-                .map(|(layer, a)| LayerKv { layer, n_embd_k: a.n_embd_k() as u32, n_embd_v: a.n_embd_v() as u32 })
+            layers: all()
+                .filter(|(_, (w, ..))| *w == windowed)
+                .map(|(layer, (_, k, v))| LayerKv { layer, n_embd_k: k as u32, n_embd_v: v as u32 })
                 .collect(),
             window: self.spec.window.filter(|_| windowed),
             n_rot: rotation(&self.spec, windowed, params.type_k, params.type_v, params.attn_rot),

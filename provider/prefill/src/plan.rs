@@ -10,6 +10,7 @@ use crate::layer::attention::AttentionOp;
 use crate::layer::delta::DeltaOp;
 use crate::layer::dense::DenseOp;
 use crate::layer::experts::ExpertsOp;
+use crate::layer::latent::LatentOp;
 use crate::layer::mamba::MambaOp;
 use crate::layer::shortconv::ShortConvOp;
 use crate::spec::{FfnInput, LayerSpec, Spec};
@@ -25,6 +26,8 @@ pub enum Op {
     Norm(Half),
     /// A step of attention.
     Attention(AttentionOp),
+    /// A step of latent attention.
+    Latent(LatentOp),
     /// A step of a gated delta net.
     Delta(DeltaOp),
     /// A step of a gated short convolution.
@@ -77,6 +80,7 @@ impl Command {
     pub fn flops(&self) -> u64 {
         match &self.op {
             Op::Attention(op) => op.flops(&self.rows),
+            Op::Latent(op) => op.flops(&self.rows),
             Op::Delta(op) => op.flops(self.rows.len() as u64),
             Op::ShortConv(op) => op.flops(self.rows.len() as u64),
             Op::Mamba(op) => op.flops(self.rows.len() as u64),
@@ -102,7 +106,9 @@ impl Command {
     pub fn work(&self) -> Work {
         match &self.op {
             Op::Attention(AttentionOp::Qkv { .. } | AttentionOp::Out { .. }) => Work::Gemm,
-            Op::Attention(AttentionOp::Attend { .. }) => Work::Attention,
+            Op::Attention(AttentionOp::Attend { .. }) | Op::Latent(LatentOp::AttendLatent { .. }) => Work::Attention,
+            Op::Latent(LatentOp::StoreLatent) => Work::Other,
+            Op::Latent(_) => Work::Gemm,
             Op::Dense(DenseOp::GateUp { .. } | DenseOp::Up { .. } | DenseOp::Down { .. }) => Work::Gemm,
             Op::Delta(DeltaOp::Project { .. } | DeltaOp::Out { .. }) => Work::Gemm,
             Op::ShortConv(ShortConvOp::Project { .. } | ShortConvOp::Out { .. }) => Work::Gemm,
@@ -208,6 +214,7 @@ impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Op::Attention(op) => write!(f, "{op:?}"),
+            Op::Latent(op) => write!(f, "{op:?}"),
             Op::Delta(op) => write!(f, "Delta{op:?}"),
             Op::ShortConv(op) => write!(f, "Short{op:?}"),
             Op::Mamba(op) => write!(f, "Mamba{op:?}"),

@@ -47,6 +47,7 @@ pub(super) const LLAMA: Arch = Arch {
     temperature: false,
     yarn_keys: false,
     sinks: false,
+    latent: false,
     experts: None,
     output_norm: "output_norm",
     gated_query: false,

@@ -3,8 +3,11 @@
 //! Source of every rule: `load_arch_hparams` (keys and their defaults), `load_arch_tensors` (tensors and their shapes) and
 //! the arguments of `build_moe_ffn` in llama.cpp's `src/models/<name>.cpp`.
 
-use super::dense::{BEFORE, LLAMA};
-use super::{Arch, Norms, Pairing, Presence, WindowRope, WindowRule};
+use super::dense::{BEFORE, HEAD_NORM, LLAMA};
+use super::{
+    Arch, AttnScale, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm, RopeRule, WindowRope,
+    WindowRule,
+};
 use crate::route::Gating;
 
 /// What differs between mixtures.
@@ -81,8 +84,6 @@ pub enum SharedRule {
     Width,
     /// The same, or `feed_forward_length`.
     WidthOrPlain,
-    /// The same, or an expert's.
-    WidthOrExpert,
     /// An expert's, `expert_shared_count` times.
     Count,
     /// The same, none where the count is missing or 0.
@@ -231,6 +232,96 @@ pub(super) const TABLE: &[Arch] = &[
             ..OWN
         }),
         examples: "DeepSeek-MoE 16B",
+        ..LLAMA
+    },
+    Arch {
+        name: "deepseek2",
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        rope_factors: false,
+        partial_rope: true,
+        latent: true,
+        experts: Some(&ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 }),
+        examples: "DeepSeek V2, V3, R1, Kimi K2",
+        ..LLAMA
+    },
+    Arch {
+        name: "qwen3vlmoe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        mrope: Mrope::Interleaved,
+        rope_factors: false,
+        experts: Some(&ExpertRule { width: Width::Own { or_share: true }, ..ALWAYS }),
+        examples: "Qwen3-VL 30B-A3B, 235B-A22B, text",
+        ..LLAMA
+    },
+    Arch {
+        name: "granitemoe",
+        multipliers: Multipliers::Keys,
+        attn_scale: AttnScale::Key,
+        rope: RopeRule::ByFinetuned,
+        long_factors: true,
+        experts: Some(&ExpertRule { shared: SharedRule::Width, ..MIXTRAL }),
+        examples: "Granite 3.x 1B-A400M, 3B-A800M",
+        ..LLAMA
+    },
+    Arch {
+        name: "olmoe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        qk_norm_rule: QkNorm { over: Over::Row, ..HEAD_NORM },
+        rope_factors: false,
+        experts: Some(&ExpertRule { normalise: Setting::Fixed(false), ..ALWAYS }),
+        examples: "OLMoE 1B-7B",
+        ..LLAMA
+    },
+    Arch {
+        name: "hunyuan-moe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        qk_norm_rule: QkNorm { after_rope: true, ..HEAD_NORM },
+        rope_factors: false,
+        experts: Some(&ExpertRule { shared: SharedRule::WidthOrPlain, ..ALWAYS }),
+        examples: "Hunyuan A13B",
+        ..LLAMA
+    },
+    Arch {
+        name: "minimax-m2",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        qk_norm_rule: QkNorm { over: Over::Row, ..HEAD_NORM },
+        rope_factors: false,
+        partial_rope: true,
+        experts: Some(&ExpertRule { gating: GatingRule::Key(None), selection_bias: Presence::Required, ..ALWAYS }),
+        examples: "MiniMax M2",
+        ..LLAMA
+    },
+    Arch {
+        name: "mellum",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        rope_factors: false,
+        window: Some(WindowRule { period: 4, default: None, only_at_layers: None, rope: WindowRope::Unscaled }),
+        experts: Some(&OWN),
+        examples: "Mellum 2",
+        ..LLAMA
+    },
+    Arch {
+        name: "dbrx",
+        pairing: Pairing::Halves,
+        norm: NormKind::Layer,
+        norms: Norms { ffn: Some("attn_output_norm"), ..BEFORE },
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        clamp: true,
+        rope_factors: false,
+        experts: Some(&ALWAYS),
+        examples: "DBRX",
         ..LLAMA
     },
     Arch {

@@ -235,6 +235,8 @@ pub struct Arch {
     pub yarn_keys: bool,
     /// Each head has a sink: a score that joins the softmax and has no value.
     pub sinks: bool,
+    /// Keys and values of all heads are one row (MLA).
+    pub latent: bool,
     /// What its mixtures of experts are like, where it may have them.
     pub experts: Option<&'static experts::ExpertRule>,
     /// The norm after the last layer, by its tensor's name; it is never computed.

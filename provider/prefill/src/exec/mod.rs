@@ -5,6 +5,7 @@ mod attention;
 mod delta;
 mod dense;
 mod experts;
+mod latent;
 mod mamba;
 mod shortconv;
 
@@ -228,6 +229,7 @@ struct Run<'a, K> {
     x: Slab,
     stage: Stage,
     attention: attention::Room,
+    latent: latent::Room,
     delta: delta::Room,
     shortconv: shortconv::Room,
     mamba: mamba::Room,
@@ -254,6 +256,7 @@ impl<'a, K: Kernel> Run<'a, K> {
                 out: Slab::new(m * e),
             },
             attention: attention::Room::new(host.model, m, tokens.len()),
+            latent: latent::Room::new(host.model, m, tokens.len()),
             delta: delta::Room::new(host.model, m, tokens.len()),
             shortconv: shortconv::Room::new(host.model, m, tokens.len()),
             mamba: mamba::Room::new(host.model, m, tokens.len()),
@@ -289,6 +292,7 @@ impl<'a, K: Kernel> Run<'a, K> {
                 Op::Embed => self.embed(c)?,
                 Op::Norm(half) => self.norm(c, *half)?,
                 Op::Attention(op) => t.write_ms += self.attention.step(&self.host, &mut self.stage, c, op, sink)?,
+                Op::Latent(op) => t.write_ms += self.latent.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Delta(op) => t.write_ms += self.delta.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::ShortConv(op) => t.write_ms += self.shortconv.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Mamba(op) => t.write_ms += self.mamba.step(&self.host, &mut self.stage, c, op, sink)?,

@@ -113,7 +113,7 @@ pub enum ExpertsOp {
 }
 
 /// Every layer's feed-forward network in an architecture that may have experts.
-pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule) -> Result<Vec<FeedForward>, Error> {
+pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> Result<Vec<FeedForward>, Error> {
     let keys = &c.keys;
     let n_expert = keys.u32("expert_count")?.unwrap_or(0);
     if n_expert == 0 && !rule.always {
@@ -171,7 +171,6 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule) -> Result<Vec<Feed
             Some(n) => Some(n.into()),
             None => plain("feed_forward_length")?.map(u64::from),
         },
-        SharedRule::WidthOrExpert => Some(shared_width()?.unwrap_or(n_ff).into()),
         SharedRule::Count => Some(u64::from(n_ff) * u64::from(count(true)?)),
         SharedRule::CountIfAny => Some(u64::from(n_ff) * u64::from(count(false)?)).filter(|n| *n > 0),
         SharedRule::CountOfWidth => Some(u64::from(shared_width()?.unwrap_or(n_ff)) * u64::from(count(true)?)),
@@ -193,6 +192,8 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule) -> Result<Vec<Feed
                     "supported are 1 (softmax), 2 (sigmoid) and 3 (softmax of the chosen)",
                 )
             })?,
+            // llama.cpp tells GLM 4.7 Flash by its sizes.
+            (None, Some(_)) if rule.fused && matches!(c.n_layer, 47 | 48) && n_vocab == 154_880 => Gating::Sigmoid,
             (None, Some(g)) => g,
             (None, None) => return Err(keys.wrong("expert_gating_func", "no such key", "1 (softmax) or 2 (sigmoid)")),
         },

@@ -7,6 +7,7 @@ pub mod attention;
 pub mod delta;
 pub mod dense;
 pub mod experts;
+pub mod latent;
 pub mod mamba;
 pub mod shortconv;
 
@@ -19,6 +20,7 @@ use attention::{AttentionSpec, AttentionWeights};
 use delta::{DeltaSpec, DeltaWeights};
 use dense::{DenseSpec, DenseWeights};
 use experts::{ExpertsSpec, ExpertsWeights};
+use latent::{LatentSpec, LatentWeights};
 use mamba::{MambaSpec, MambaWeights};
 use npu_kernels::WeightType;
 use shortconv::{ShortConvSpec, ShortConvWeights};
@@ -28,6 +30,8 @@ use shortconv::{ShortConvSpec, ShortConvWeights};
 pub enum Mixer {
     /// Queries, keys and values.
     Attention(AttentionSpec),
+    /// Queries, and one row for all heads' keys and values.
+    Latent(LatentSpec),
     /// A gated delta net.
     Delta(DeltaSpec),
     /// A gated short convolution.
@@ -52,6 +56,14 @@ impl Mixer {
     pub fn attention(&self) -> Option<&AttentionSpec> {
         match self {
             Mixer::Attention(a) => Some(a),
+            _ => None,
+        }
+    }
+
+    /// The numbers of latent attention.
+    pub fn latent(&self) -> Option<&LatentSpec> {
+        match self {
+            Mixer::Latent(a) => Some(a),
             _ => None,
         }
     }
@@ -83,7 +95,7 @@ impl Mixer {
     /// Numbers in the convolution's history and in the state, where the layer is recurrent.
     pub fn recurrent(&self, spec: &Spec) -> Option<(usize, usize)> {
         match self {
-            Mixer::Attention(_) => None,
+            Mixer::Attention(_) | Mixer::Latent(_) => None,
             Mixer::Delta(d) => Some(d.n_embd()),
             Mixer::ShortConv(s) => Some(((s.taps - 1) * spec.n_embd, 0)),
             Mixer::Mamba(s) => Some(s.n_embd()),
@@ -94,6 +106,7 @@ impl Mixer {
     pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
         match self {
             Mixer::Attention(a) => a.ops(spec, last),
+            Mixer::Latent(a) => a.ops(spec, last),
             Mixer::Delta(d) => d.ops(spec, last),
             Mixer::ShortConv(s) => s.ops(spec, last),
             Mixer::Mamba(s) => s.ops(spec, last),
@@ -150,6 +163,7 @@ pub struct LayerWeights<'g> {
 #[allow(missing_docs)] // the names are the kinds'
 pub enum MixerWeights<'g> {
     Attention(AttentionWeights<'g>),
+    Latent(Box<LatentWeights<'g>>),
     Delta(DeltaWeights<'g>),
     ShortConv(ShortConvWeights<'g>),
     Mamba(MambaWeights<'g>),
@@ -168,6 +182,7 @@ impl<'g> MixerWeights<'g> {
     fn load(loader: &mut Loader<'g>, spec: &Spec, mixer: &Mixer, prefix: &str) -> Result<Self, Error> {
         Ok(match mixer {
             Mixer::Attention(a) => MixerWeights::Attention(AttentionWeights::load(loader, spec, a, prefix)?),
+            Mixer::Latent(a) => MixerWeights::Latent(Box::new(LatentWeights::load(loader, spec, a, prefix)?)),
             Mixer::Delta(d) => MixerWeights::Delta(DeltaWeights::load(loader, spec, d, prefix)?),
             Mixer::ShortConv(s) => MixerWeights::ShortConv(ShortConvWeights::load(loader, spec, s, prefix)?),
             Mixer::Mamba(s) => MixerWeights::Mamba(MambaWeights::load(loader, spec, s, prefix)?),
@@ -178,6 +193,14 @@ impl<'g> MixerWeights<'g> {
     pub fn attention(&self) -> Option<&AttentionWeights<'g>> {
         match self {
             MixerWeights::Attention(a) => Some(a),
+            _ => None,
+        }
+    }
+
+    /// Latent attention's.
+    pub fn latent(&self) -> Option<&LatentWeights<'g>> {
+        match self {
+            MixerWeights::Latent(a) => Some(a),
             _ => None,
         }
     }
@@ -210,6 +233,7 @@ impl<'g> MixerWeights<'g> {
     pub fn input_types(&self) -> Vec<WeightType> {
         match self {
             MixerWeights::Attention(a) => a.input_types(),
+            MixerWeights::Latent(a) => a.input_types(),
             MixerWeights::Delta(d) => d.input_types(),
             MixerWeights::ShortConv(s) => s.input_types(),
             MixerWeights::Mamba(s) => s.input_types(),
@@ -287,5 +311,6 @@ impl<'g> LayerWeights<'g> {
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
     let recurrent = delta::memory(spec, chunk) + shortconv::memory(spec, chunk) + mamba::memory(spec, chunk);
     let ffn = dense::memory(spec, chunk) + experts::memory(spec, chunk);
-    attention::memory(spec, n_tokens, chunk) + recurrent + ffn
+    let attention = attention::memory(spec, n_tokens, chunk) + latent::memory(spec, n_tokens, chunk);
+    attention + recurrent + ffn
 }

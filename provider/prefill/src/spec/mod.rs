@@ -14,6 +14,7 @@ use crate::layer::attention::AttentionSpec;
 use crate::layer::delta::DeltaSpec;
 use crate::layer::dense::DenseSpec;
 use crate::layer::experts;
+use crate::layer::latent::LatentSpec;
 use crate::layer::mamba::MambaSpec;
 use crate::layer::shortconv::ShortConvSpec;
 use crate::layer::{FeedForward, Mixer};
@@ -125,16 +126,25 @@ impl Spec {
 
         let windows = window::read(&common)?;
         let windowed = |i: usize| windows.as_ref().is_some_and(|(_, layers)| layers[i]);
-        let mixers = mixers(&common, windows.is_some(), &windowed)?;
+        let n_vocab = n_vocab(gguf, n_embd)?;
         let ffn: Vec<FeedForward> = match arch.experts {
             _ if !arch.feed_forward => vec![FeedForward::None; n_layer as usize],
-            Some(rule) => experts::read(&common, rule)?,
+            Some(rule) => experts::read(&common, rule, n_vocab)?,
             None => DenseSpec::read(&common)?.into_iter().map(FeedForward::Dense).collect(),
         };
         let mrope = rotation::sections(&common)?;
-        let ropes = match mixers.iter().find_map(Mixer::attention) {
-            Some(a) => rotation::read(&common, a.head_k as u32, windows.is_some(), mrope)?,
-            None => Vec::new(),
+        let (mixers, ropes) = if arch.latent {
+            let row = keys.size("attention.key_length", MAX_WIDTH)?;
+            let mut ropes = rotation::read(&common, row, false, mrope)?;
+            let all = LatentSpec::read(&common, n_vocab, &mut ropes[0])?;
+            (all.into_iter().map(Mixer::Latent).collect(), ropes)
+        } else {
+            let mixers = mixers(&common, windows.is_some(), &windowed)?;
+            let ropes = match mixers.iter().find_map(Mixer::attention) {
+                Some(a) => rotation::read(&common, a.head_k as u32, windows.is_some(), mrope)?,
+                None => Vec::new(),
+            };
+            (mixers, ropes)
         };
         let layer = |(i, (mixer, ffn)): (usize, (Mixer, FeedForward))| {
             Ok(LayerSpec { mixer, ffn, ffn_input: ffn_input(&common, i)? })
@@ -149,7 +159,7 @@ impl Spec {
         let (embedding_scale, residual_scale) = multipliers(&common)?;
         Ok(Spec {
             arch,
-            n_vocab: n_vocab(gguf, n_embd)?,
+            n_vocab,
             n_embd: n_embd as usize,
             eps,
             embedding_scale,
@@ -270,7 +280,9 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
         ("rope.scaling.yarn_beta_slow", 1.0),
         ("rope.scaling.yarn_log_multiplier", 0.0),
     ];
-    for (key, default) in betas.into_iter().filter(|_| !arch.yarn_keys) {
+    // The multiplier of latent attention is read with its scale.
+    let read = |key: &str| arch.yarn_keys || arch.latent && key == "rope.scaling.yarn_log_multiplier";
+    for (key, default) in betas.into_iter().filter(|(key, _)| !read(key)) {
         if let Some(v) = keys.f32(key)?.filter(|v| *v != default) {
             return Err(keys.unsupported(key, v, differ));
         }
