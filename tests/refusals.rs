@@ -147,11 +147,11 @@ fn what_is_not_supported() {
     c.arg("--tokens").arg(&scene.ids).arg("--out").arg(&scene.out).arg("--model").arg(&path);
     model(2, |w| {
         w.remove("general.architecture");
-        w.str("general.architecture", "mamba");
+        w.str("general.architecture", "rwkv7");
     })
     .write(&path)
     .unwrap();
-    Ran::from(c.output().unwrap()).failed(69, "mamba");
+    Ran::from(c.output().unwrap()).failed(69, "rwkv7");
     assert_eq!(scene.left(), [""; 0]);
     // A type that ggml has given up.
     let mut w = gguf::write::Writer::new("llama");

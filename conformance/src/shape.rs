@@ -161,10 +161,9 @@ impl Shape {
 
     /// Takes a state file of this model apart.
     pub fn parse(&self, bytes: &[u8]) -> Result<State, ParseError> {
-        match self.head_v {
-            0 => State::parse_latent(bytes),
-            _ => State::parse(bytes),
-        }
+        // A model without attention has no values either.
+        let attends = self.recurrent.iter().any(Option::is_none);
+        if attends && self.head_v == 0 { State::parse_latent(bytes) } else { State::parse(bytes) }
     }
 
     /// The decoder's memory for this model and these options.

@@ -82,7 +82,7 @@ fn one_wrong_number_is_refused_with_key_and_value() {
         ("llama.rope.scaling.type", |w| {
             w.str("llama.rope.scaling.type", "longrope");
         }),
-        ("llama.expert_count", |w| {
+        ("llama.expert_used_count", |w| {
             w.u32("llama.expert_count", 8);
         }),
         ("llama.attention.value_length", |w| {
