@@ -495,7 +495,7 @@ fn pin(command: PinCommand) -> Result<bool> {
             Ok(true)
         }
         PinCommand::Probe { url, slots, out } => {
-            let text = probe::Probe::of(&url, &slots)?.to_toml(&url);
+            let text = probe::Probe::of(&url, &slots, &|| locate::provider(None))?.to_toml(&url);
             if out.as_deref() == Some(std::path::Path::new("-")) {
                 print!("{text}");
                 return Ok(true);

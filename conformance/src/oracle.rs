@@ -223,6 +223,11 @@ impl Oracle {
             let Some(t) = model.tensor(name) else { return Ok(None) };
             let mut out = vec![0f32; usize::try_from(t.n_elements()).context("tensor size")?];
             gguf::dequant::dequantize(t.ty, t.data, &mut out).with_context(|| name.to_owned())?;
+            // NVFP4 matrices come with a factor.
+            if let Some(factor) = name.strip_suffix("weight").and_then(|stem| model.tensor(&format!("{stem}scale"))) {
+                let factor = factor.to_f32()?[0];
+                out.iter_mut().for_each(|v| *v *= factor);
+            }
             Ok(Some(out))
         };
         let must = |name: &str, n: usize| -> Result<Vec<f32>> {

@@ -7,9 +7,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use kvlayout::{CacheType, Section, State, StateVersion};
+use gguf::Gguf;
+use kvlayout::{CacheType, Part, Section, State, StateVersion};
 
+use crate::check;
 use crate::client::Client;
+use crate::producer::{Job, Produced, Producer as _, Provider};
+use crate::run::TempDir;
+use crate::shape::{CacheOptions, Shape};
 
 /// What a server was found to be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +29,8 @@ pub struct Probe {
     pub flash_attn: bool,
     /// Whether the rows of quantised caches are rotated; `None` where the file does not say and nothing else did.
     pub attn_rot: Option<bool>,
+    /// Why that could not be found out, where it had to be.
+    pub rotation_unknown: Option<String>,
     /// Context per slot.
     pub n_ctx: u32,
     /// Streams of its cache.
@@ -32,7 +39,10 @@ pub struct Probe {
 
 impl Probe {
     /// Probes the server at `url`, whose `--slot-save-path` is `slots`. What slot 0 holds is lost.
-    pub fn of(url: &str, slots: &Path) -> Result<Probe> {
+    ///
+    /// Before version 4 its file does not say whether the rows of a quantised cache are rotated. Then `provider` computes the same
+    /// token's rows from the same model, plain and in f32, and the server's are held against both.
+    pub fn of(url: &str, slots: &Path, provider: &dyn Fn() -> Result<PathBuf>) -> Result<Probe> {
         let client = Client::new(url);
         ensure!(client.healthy(), "{url}/health does not say ok: is the server running, and has it loaded its model?");
         ensure!(slots.is_dir(), "{} is no directory; give the server's --slot-save-path", slots.display());
@@ -52,7 +62,22 @@ impl Probe {
         let _ = client.erase(0);
         let n_ctx = props["default_generation_settings"]["n_ctx"].as_u64().or_else(|| props["n_ctx"].as_u64());
         let n_ctx = n_ctx.and_then(|n| u32::try_from(n).ok()).context("/props does not tell n_ctx")?;
-        Probe::from_file(&read?, n_ctx)
+        let bytes = read?;
+        let mut probe = Probe::from_file(&bytes, n_ctx)?;
+        if probe.attn_rot.is_none() && (probe.type_k.is_quantised() || probe.type_v.is_quantised()) {
+            let model = props["model_path"].as_str().map(PathBuf::from);
+            let found = match model {
+                Some(model) => {
+                    provider().and_then(|provider| rotation(&probe, &State::parse(&bytes)?, *first, &provider, &model))
+                }
+                None => Err(anyhow::anyhow!("/props does not tell model_path")),
+            };
+            match found {
+                Ok(found) => probe.attn_rot = found,
+                Err(e) => probe.rotation_unknown = Some(format!("{e:#}").replace('\n', " ")),
+            }
+        }
+        Ok(probe)
     }
 
     /// The same from a saved file.
@@ -73,6 +98,7 @@ impl Probe {
             type_v: v.ty,
             flash_attn: !stream.v_trans,
             attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || v.ty.is_quantised()).map(|n| n != (0, 0)),
+            rotation_unknown: None,
             n_ctx,
             n_stream: u32::try_from(kv.streams.len())?,
         })
@@ -80,7 +106,11 @@ impl Probe {
 
     /// The provider's configuration.
     pub fn to_toml(&self, url: &str) -> String {
-        let attn_rot = self.attn_rot.map_or(String::new(), |on| format!("attn_rot = {on}\n"));
+        let attn_rot = match (self.attn_rot, &self.rotation_unknown) {
+            (Some(on), _) => format!("attn_rot = {on}\n"),
+            (None, Some(why)) => format!("# attn_rot = true or false could not be found out: {why}\n"),
+            (None, None) => String::new(),
+        };
         format!(
             "# Written by `conformance pin probe` from the server at {url}.\n# Whether it runs with --swa-full cannot be seen from \
              outside: add `swa_full = true` if it does.\nstate_version = {}\ncache_type_k = \"{}\"\ncache_type_v = \"{}\"\n\
@@ -92,6 +122,57 @@ impl Probe {
             self.n_ctx,
             self.n_stream
         )
+    }
+}
+
+/// Whether the rows of a server's state of one token are rotated; `None` where such heads never are.
+fn rotation(probe: &Probe, server: &State, token: i32, provider: &Path, model: &Path) -> Result<Option<bool>> {
+    let shape = Shape::of(&Gguf::open(model)?)?;
+    let exact = CacheOptions {
+        type_k: CacheType::F32,
+        type_v: CacheType::F32,
+        flash_attn: true,
+        swa_full: false,
+        n_stream: probe.n_stream,
+    };
+    let usual = shape.kv_spec(&CacheOptions { type_k: probe.type_k, type_v: probe.type_v, ..exact });
+    if usual.sections.iter().all(|s| s.n_rot == (0, 0)) {
+        return Ok(None);
+    }
+    let dir = TempDir::new(&std::env::temp_dir())?;
+    let out = dir.0.join("plain.bin");
+    let job = Job {
+        name: "probe".into(),
+        model,
+        tokens: &[token],
+        version: probe.version,
+        cache: exact,
+        n_ctx: probe.n_ctx,
+        chunk: None,
+        server_file: Path::new(""),
+    };
+    let mut provider = Provider::new(provider, 1);
+    if let Produced::Skipped(why) = provider.produce(&job, &out)? {
+        bail!("{why}");
+    }
+    let mut plain = State::parse(&fs::read(&out).with_context(|| format!("reading {}", out.display()))?)?;
+    check::tell_rotation(&mut plain, &shape.kv_spec(&exact));
+    // Of the first layer, where nothing has been read from a cache yet.
+    let part = if probe.type_k.is_quantised() { Part::K } else { Part::V };
+    let distance = |spec: &kvlayout::KvSpec| -> Result<f64> {
+        let mut server = server.clone();
+        check::tell_rotation(&mut server, spec);
+        let all = kvlayout::compare::numeric(&plain, &server).map_err(|d| anyhow::anyhow!("{d}"))?;
+        let first = all.iter().find(|e| e.part == part && shape.model_layer(e.section, e.layer) == Some(0));
+        Ok(first.context("no first layer")?.rel_l2)
+    };
+    let mut straight = usual.clone();
+    straight.sections.iter_mut().for_each(|s| s.n_rot = (0, 0));
+    // A wrong guess is about 1.4 away, the right one what quantising leaves out: at most 0.2.
+    match (distance(&usual)?, distance(&straight)?) {
+        (turned, plain) if turned < 0.4 && plain > 0.8 => Ok(Some(true)),
+        (turned, plain) if plain < 0.4 && turned > 0.8 => Ok(Some(false)),
+        (turned, plain) => bail!("rows are {turned:.2} away if they are rotated and {plain:.2} if not"),
     }
 }
 

@@ -176,7 +176,7 @@ fn a_binary_of_the_users_own_is_a_server_too_and_dies_with_us() {
 
     // Probing it gives the provider's configuration.
     let base = server.client.base().to_owned();
-    let found = probe::Probe::of(&base, dir.path()).unwrap();
+    let found = probe::Probe::of(&base, dir.path(), &conformance::locate::provider_for_tests).unwrap();
     assert_eq!((found.version.number(), found.n_stream, found.flash_attn, found.n_ctx), (3, 2, false, 512));
     assert_eq!((found.type_k, found.type_v), (CacheType::Bf16, CacheType::F32));
     let out = dir.path().join("config/config.toml");

@@ -71,7 +71,9 @@ fn the_configuration_is_what_the_server_is_and_the_handoff_works() {
         assert_eq!(output.status.code(), Some(0), "{pin}: {stdout}{stderr}");
         // The same as conformance's own probe finds, by other code.
         let client = &scene.server.client;
-        let found = probe::Probe::of(client.base(), &scene.server.options.slots).unwrap();
+        let found =
+            probe::Probe::of(client.base(), &scene.server.options.slots, &conformance::locate::provider_for_tests)
+                .unwrap();
         let lines = |t: &str| {
             t.lines().filter(|l| !l.starts_with('#')).map(str::to_owned).collect::<std::collections::BTreeSet<_>>()
         };

@@ -24,6 +24,18 @@ pub enum WeightType {
     Iq4Nl,
     Iq4Xs,
     Mxfp4,
+    Iq1S,
+    Iq1M,
+    Iq2Xxs,
+    Iq2Xs,
+    Iq2S,
+    Iq3Xxs,
+    Iq3S,
+    Tq1_0,
+    Tq2_0,
+    Nvfp4,
+    Q1_0,
+    Q2_0,
 }
 
 /// The form in which a row of activations meets a weight. ggml's CPU path rounds activations to the partner type of
@@ -57,7 +69,7 @@ pub struct CodeForm {
 
 impl WeightType {
     /// Every type, in ggml's order.
-    pub const ALL: [WeightType; 16] = [
+    pub const ALL: [WeightType; 28] = [
         WeightType::F32,
         WeightType::F16,
         WeightType::Q4_0,
@@ -74,6 +86,18 @@ impl WeightType {
         WeightType::Iq4Xs,
         WeightType::Bf16,
         WeightType::Mxfp4,
+        WeightType::Iq1S,
+        WeightType::Iq1M,
+        WeightType::Iq2Xxs,
+        WeightType::Iq2Xs,
+        WeightType::Iq2S,
+        WeightType::Iq3Xxs,
+        WeightType::Iq3S,
+        WeightType::Tq1_0,
+        WeightType::Tq2_0,
+        WeightType::Nvfp4,
+        WeightType::Q1_0,
+        WeightType::Q2_0,
     ];
 
     /// (values, bytes) of one block.
@@ -93,6 +117,18 @@ impl WeightType {
             WeightType::Q5_K => (256, 176),
             WeightType::Q6_K => (256, 210),
             WeightType::Iq4Xs => (256, 136),
+            WeightType::Iq1S => (256, 50),
+            WeightType::Iq1M => (256, 56),
+            WeightType::Iq2Xxs => (256, 66),
+            WeightType::Iq2Xs => (256, 74),
+            WeightType::Iq2S => (256, 82),
+            WeightType::Iq3Xxs => (256, 98),
+            WeightType::Iq3S => (256, 110),
+            WeightType::Tq1_0 => (256, 54),
+            WeightType::Tq2_0 => (256, 66),
+            WeightType::Nvfp4 => (64, 36),
+            WeightType::Q1_0 => (128, 18),
+            WeightType::Q2_0 => (64, 18),
         }
     }
 
@@ -114,13 +150,25 @@ impl WeightType {
             | WeightType::Q5_1
             | WeightType::Q8_0
             | WeightType::Iq4Nl
-            | WeightType::Mxfp4 => ActKind::Q8Block32,
+            | WeightType::Mxfp4
+            | WeightType::Nvfp4
+            | WeightType::Q1_0
+            | WeightType::Q2_0 => ActKind::Q8Block32,
             WeightType::Q2_K
             | WeightType::Q3_K
             | WeightType::Q4_K
             | WeightType::Q5_K
             | WeightType::Q6_K
-            | WeightType::Iq4Xs => ActKind::Q8Block256,
+            | WeightType::Iq4Xs
+            | WeightType::Iq1S
+            | WeightType::Iq1M
+            | WeightType::Iq2Xxs
+            | WeightType::Iq2Xs
+            | WeightType::Iq2S
+            | WeightType::Iq3Xxs
+            | WeightType::Iq3S
+            | WeightType::Tq1_0
+            | WeightType::Tq2_0 => ActKind::Q8Block256,
         }
     }
 
@@ -139,6 +187,16 @@ impl WeightType {
             WeightType::Q4_K => form(32, 0, true, 15),
             WeightType::Q5_K => form(32, 0, true, 31),
             WeightType::Q6_K => form(16, 32, false, 63),
+            // Magnitudes up to 43 and 62, and up to 15 and 12; eighths up to 9.
+            WeightType::Iq2Xxs => form(32, 43, false, 86),
+            WeightType::Iq2Xs | WeightType::Iq2S => form(16, 43, false, 86),
+            WeightType::Iq3Xxs => form(32, 62, false, 124),
+            WeightType::Iq3S => form(32, 15, false, 30),
+            WeightType::Iq1S => form(32, 9, false, 18),
+            WeightType::Iq1M => form(16, 9, false, 18),
+            WeightType::Nvfp4 => form(16, 12, false, 24),
+            WeightType::Tq1_0 | WeightType::Q1_0 => form(32, 1, false, 2),
+            WeightType::Tq2_0 | WeightType::Q2_0 => form(32, 1, false, 3),
         }
     }
 }
@@ -150,13 +208,25 @@ pub struct WeightView<'a> {
     n: usize,
     k: usize,
     data: &'a [u8],
+    factor: f32,
 }
 
 impl<'a> WeightView<'a> {
     /// A view over `data`, or `None` when `k` is no whole number of blocks or `data` is not exactly `n` rows.
     pub fn new(ty: WeightType, n: usize, k: usize, data: &'a [u8]) -> Option<Self> {
         let bytes = ty.row_bytes(k)?.checked_mul(n)?;
-        (n > 0 && k > 0 && data.len() == bytes).then_some(WeightView { ty, n, k, data })
+        (n > 0 && k > 0 && data.len() == bytes).then_some(WeightView { ty, n, k, data, factor: 1.0 })
+    }
+
+    /// The same whose products are multiplied by `factor`, as files with NVFP4 weights want it.
+    #[must_use]
+    pub fn times(self, factor: f32) -> Self {
+        WeightView { factor: self.factor * factor, ..self }
+    }
+
+    /// What products are multiplied by.
+    pub fn factor(&self) -> f32 {
+        self.factor
     }
 
     /// How the values are stored.
@@ -189,6 +259,6 @@ impl<'a> WeightView<'a> {
     pub fn rows(&self, from: usize, n: usize) -> Option<WeightView<'a>> {
         let bytes = self.data.len() / self.n;
         let data = self.data.get(from.checked_mul(bytes)?..from.checked_add(n)?.checked_mul(bytes)?)?;
-        (n > 0).then_some(WeightView { ty: self.ty, n, k: self.k, data })
+        (n > 0).then_some(WeightView { n, data, ..*self })
     }
 }

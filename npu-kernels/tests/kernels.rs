@@ -45,7 +45,6 @@ fn weights(ty: WeightType, n: usize, k: usize, rng: &mut Rng) -> Vec<u8> {
             WeightType::F32 => block.copy_from_slice(&rng.normal().to_le_bytes()),
             WeightType::F16 => half(0),
             WeightType::Bf16 => block.copy_from_slice(&half::bf16::from_f32(rng.normal()).to_le_bytes()),
-            WeightType::Q4_0 | WeightType::Q5_0 | WeightType::Q8_0 | WeightType::Iq4Nl | WeightType::Iq4Xs => half(0),
             WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4_K | WeightType::Q5_K => {
                 half(0);
                 half(2);
@@ -57,6 +56,12 @@ fn weights(ty: WeightType, n: usize, k: usize, rng: &mut Rng) -> Vec<u8> {
             WeightType::Q3_K => half(108),
             WeightType::Q6_K => half(208),
             WeightType::Mxfp4 => block[0] = 118 + block[0] % 8,
+            WeightType::Nvfp4 => block[..4].iter_mut().for_each(|e| *e &= 63),
+            WeightType::Tq1_0 => half(52),
+            WeightType::Tq2_0 => half(64),
+            // In four pieces; this is 2^-7.
+            WeightType::Iq1M => (0..4).for_each(|i| block[49 + 2 * i] = block[49 + 2 * i] & 15 | [0, 0, 0, 2][i] << 4),
+            _ => half(0),
         }
         out.extend(block);
     }
@@ -110,7 +115,7 @@ fn check_gemm(isa: Isa, ty: WeightType, m: usize, n: usize, k: usize, seed: u64)
 
 /// Three experts of different types of rows: none, a few, more than a tile; the gaps between groups stay untouched.
 fn check_grouped(isa: Isa, ty: WeightType, threads: usize) {
-    let (n, k) = (37, if ty.block().0 == 256 { 256 } else { 64 });
+    let (n, k) = (37, ty.block().0.max(64));
     let counts = [5, 0, TILE_ROWS + 7, 1];
     let mut rng = Rng(91);
     let data: Vec<Vec<u8>> = counts.iter().map(|_| weights(ty, n, k, &mut rng)).collect();
@@ -203,11 +208,30 @@ fn products_agree_with_the_oracle_for_every_type_and_awkward_shapes() {
     for isa in available() {
         for ty in WeightType::ALL {
             for (m, n) in [(1, 1), (1, 16), (11, 15), (12, 17), (13, 48), (30, 33)] {
-                let k = if ty.block().0 == 256 { 512 } else { 96 };
+                let k = if ty.block().0 == 256 { 512 } else { 96_usize.next_multiple_of(ty.block().0) };
                 check_gemm(isa, ty, m, n, k, 7 + m as u64 * 31 + n as u64);
             }
         }
     }
+}
+
+#[test]
+fn a_factor_multiplies_the_product_and_not_the_bias() {
+    let data = weights(WeightType::Nvfp4, 3, 64, &mut Rng(5));
+    let weight = WeightView::new(WeightType::Nvfp4, 3, 64, &data).unwrap();
+    let row = Rng(9).row(64);
+    let pool = Pool::new(1).unwrap();
+    let mut acts = Activations::new(1, 64, &[WeightType::Nvfp4]);
+    let mut run = |weight: WeightView<'_>| {
+        let mut out = vec![0f32; 3];
+        with_kernel!(Isa::Scalar, kernel => {
+            acts.fill(kernel, &pool, |_, to| to.copy_from_slice(&row));
+            gemm(kernel, &pool, &acts, &[Job { weight, bias: Some(&[8.0; 3]), out: Columns::new(&mut out, 1, 3) }]);
+        });
+        out.iter().map(|v| v - 8.0).collect::<Vec<f32>>()
+    };
+    let (plain, half) = (run(weight), run(weight.rows(0, 3).unwrap().times(0.5)));
+    assert!(plain.iter().zip(&half).all(|(p, h)| (p - 2.0 * h).abs() < 1e-5 && p.abs() > 1e-3), "{plain:?} {half:?}");
 }
 
 #[test]
@@ -236,6 +260,10 @@ fn extreme_codes_do_not_overflow() {
                     WeightType::Q3_K => block[108..110].copy_from_slice(&one),
                     WeightType::Q6_K => block[208..210].copy_from_slice(&one),
                     WeightType::Mxfp4 => block[0] = 127,
+                    WeightType::Nvfp4 => block[..4].fill(0x7e),
+                    WeightType::Tq1_0 => block[52..54].copy_from_slice(&one),
+                    WeightType::Tq2_0 => block[64..66].copy_from_slice(&one),
+                    WeightType::Iq1M => (0..4).for_each(|i| block[49 + 2 * i] = 15 | [0, 0, 0xc, 3][i] << 4),
                     WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4_K | WeightType::Q5_K => {
                         block[0..4].copy_from_slice(&[one, one].concat());
                     }
@@ -326,10 +354,10 @@ fn sinks_join_the_sum_of_weights() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
-    fn products_of_random_shapes(t in 0usize..16, m in 1usize..40, n in 1usize..70, blocks in 1usize..4, seed: u64) {
+    fn products_of_random_shapes(t in 0usize..28, m in 1usize..40, n in 1usize..70, blocks in 1usize..4, seed: u64) {
         let ty = WeightType::ALL[t];
         for isa in available() {
-            check_gemm(isa, ty, m, n, blocks * if ty.block().0 == 256 { 256 } else { 32 }, seed);
+            check_gemm(isa, ty, m, n, blocks * ty.block().0.max(32), seed);
         }
     }
 }

@@ -4,6 +4,7 @@
 //! Formats: ggml's `ggml-common.h` (layout of the blocks) and `ggml-quants.c` (meaning of the bits). A value is
 //! `scale * (code - zero) + min`, with `zero` and the sub-block size from [`WeightType::code_form`].
 
+use super::low_bit;
 use crate::weight::WeightType;
 use half::f16;
 
@@ -24,7 +25,7 @@ pub(crate) const IQ4_VALUES: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -1
 /// FP4 E2M1 values, doubled so that they are whole (`kvalues_mxfp4`).
 pub(crate) const FP4_VALUES: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-fn f16_at(bytes: &[u8], at: usize) -> f32 {
+pub(crate) fn f16_at(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
@@ -126,6 +127,7 @@ pub fn decode(ty: WeightType, row: &[u8], index: usize) -> Block32 {
             let scale = d * (i32::from(low) + 16 * i32::from(high) - 32) as f32;
             both(nibbles(&block[8 + j * 16..]).map(|c| (IQ4_VALUES[c as usize] as u8) ^ 0x80), scale, 0.0)
         }
+        _ => low_bit::decode(ty, block, j, ty.code_form().map_or(0, |f| f.zero as u8)),
     }
 }
 

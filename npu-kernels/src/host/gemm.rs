@@ -141,10 +141,14 @@ fn product<K: Kernel>(
     let firsts: [usize; PANELS] = std::array::from_fn(|p| first + p * PANEL_COLS);
     // The last task may have one panel only.
     let panels = (job.weight.n() - first).div_ceil(PANEL_COLS).min(PANELS);
+    let factor = job.weight.factor();
     // Inside `rows`, so that a line is stored in one piece where registers are as wide.
     let store = |t: usize, out: &mut [TileOut; PANELS]| {
         kernel.rows(|| {
             for (first, out) in firsts.into_iter().zip(out).take(panels) {
+                if factor != 1.0 {
+                    out.iter_mut().flatten().for_each(|v| *v *= factor);
+                }
                 if let Some(bias) = job.bias {
                     let bias = &bias[first..bias.len().min(first + PANEL_COLS)];
                     for line in out.iter_mut() {

@@ -21,7 +21,9 @@ pub mod avx512;
 mod avx512_decode;
 pub mod blocks;
 pub mod gemm;
+mod grids;
 mod lanes;
+mod low_bit;
 #[cfg(target_arch = "aarch64")]
 pub mod neon;
 mod out;

@@ -5,10 +5,10 @@
 
 use half::{f16, slice::HalfFloatSliceExt};
 
-use crate::{Error, GgmlType};
+use crate::{Error, GgmlType, low_bit};
 
 /// The types [`dequantize`] knows.
-pub const SUPPORTED: [GgmlType; 16] = [
+pub const SUPPORTED: [GgmlType; 28] = [
     GgmlType::F32,
     GgmlType::F16,
     GgmlType::BF16,
@@ -25,6 +25,18 @@ pub const SUPPORTED: [GgmlType; 16] = [
     GgmlType::IQ4_NL,
     GgmlType::IQ4_XS,
     GgmlType::MXFP4,
+    GgmlType::IQ1_S,
+    GgmlType::IQ1_M,
+    GgmlType::IQ2_XXS,
+    GgmlType::IQ2_XS,
+    GgmlType::IQ2_S,
+    GgmlType::IQ3_XXS,
+    GgmlType::IQ3_S,
+    GgmlType::TQ1_0,
+    GgmlType::TQ2_0,
+    GgmlType::NVFP4,
+    GgmlType::Q1_0,
+    GgmlType::Q2_0,
 ];
 
 /// Whether [`dequantize`] knows the type.
@@ -59,6 +71,18 @@ pub fn dequantize(ty: GgmlType, blocks: &[u8], out: &mut [f32]) -> Result<(), Er
         IQ4_NL => each(ty, blocks, out, iq4_nl),
         IQ4_XS => each(ty, blocks, out, iq4_xs),
         MXFP4 => each(ty, blocks, out, mxfp4),
+        IQ1_S => each(ty, blocks, out, low_bit::iq1_s),
+        IQ1_M => each(ty, blocks, out, low_bit::iq1_m),
+        IQ2_XXS => each(ty, blocks, out, low_bit::iq2_xxs),
+        IQ2_XS => each(ty, blocks, out, low_bit::iq2_xs),
+        IQ2_S => each(ty, blocks, out, low_bit::iq2_s),
+        IQ3_XXS => each(ty, blocks, out, low_bit::iq3_xxs_block),
+        IQ3_S => each(ty, blocks, out, low_bit::iq3_s_block),
+        TQ1_0 => each(ty, blocks, out, low_bit::tq1_0),
+        TQ2_0 => each(ty, blocks, out, low_bit::tq2_0),
+        NVFP4 => each(ty, blocks, out, low_bit::nvfp4),
+        Q1_0 => each(ty, blocks, out, low_bit::q1_0),
+        Q2_0 => each(ty, blocks, out, low_bit::q2_0),
         _ => Err(Error::NoDequantizer { ty }),
     }
 }
@@ -101,7 +125,7 @@ fn f16s(blocks: &[u8], out: &mut [f32]) -> Result<(), Error> {
 }
 
 /// The f16 at bytes `i` and `i + 1`.
-fn half_at(b: &[u8], i: usize) -> f32 {
+pub(crate) fn half_at(b: &[u8], i: usize) -> f32 {
     f16::from_le_bytes([b[i], b[i + 1]]).to_f32()
 }
 
@@ -116,7 +140,7 @@ fn nibbles(q: &[u8]) -> [u8; 32] {
 }
 
 /// `d * q`.
-fn scale(y: &mut [f32], d: f32, q: impl IntoIterator<Item = f32>) {
+pub(crate) fn scale(y: &mut [f32], d: f32, q: impl IntoIterator<Item = f32>) {
     for (y, q) in y.iter_mut().zip(q) {
         *y = d * q;
     }
@@ -260,7 +284,7 @@ fn iq4_xs(b: &[u8; 136], y: &mut [f32; 256]) {
 }
 
 /// Twice what a 4-bit float (E2M1) stands for; the scale is halved to match.
-const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(crate) const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 /// A power of two (E8M0), 32 x 4-bit float.
 fn mxfp4(b: &[u8; 17], y: &mut [f32; 32]) {

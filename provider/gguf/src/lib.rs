@@ -38,6 +38,8 @@
 
 pub mod dequant;
 mod error;
+mod grids;
+mod low_bit;
 mod mapped;
 mod model;
 mod parse;

@@ -25,6 +25,11 @@ SCALES = {
     T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q5_1: [0, 2], T.Q8_0: [0], T.Q2_K: [80, 82], T.Q3_K: [108],
     T.Q4_K: [0, 2], T.Q5_K: [0, 2], T.Q6_K: [208], T.IQ4_NL: [0], T.IQ4_XS: [0], T.MXFP4: [],
 }
+# Added later, with a generator of their own so that what was there stays as it was.
+LATER = {
+    T.IQ1_S: [0], T.IQ1_M: [], T.IQ2_XXS: [0], T.IQ2_XS: [0], T.IQ2_S: [0], T.IQ3_XXS: [0], T.IQ3_S: [0],
+    T.TQ1_0: [52], T.TQ2_0: [64], T.NVFP4: [],
+}
 # Zero, minus zero, the smallest and largest subnormal, the largest, and some that models have.
 EDGE = np.array([0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x211F, 0xA84C], dtype=np.uint16)
 
@@ -47,7 +52,7 @@ def blocks(t):
         return np.concatenate([EDGE, finite_f16(56)]).astype("<u2").view(np.uint8)
     n = 3 if elems == 256 else 10
     out = rng.integers(0, 256, (n, size), dtype=np.uint8)
-    for at in SCALES[t]:
+    for at in (SCALES | LATER)[t]:
         scales = finite_f16(n)
         if n == 10:
             scales[: len(EDGE)] = np.roll(EDGE, at)
@@ -56,17 +61,25 @@ def blocks(t):
         out[:, at : at + 2] = scales.astype("<u2").view(np.uint8).reshape(n, 2)
     if t == T.MXFP4:
         out[:4, 0] = [0, 1, 2, 255]
+    if t == T.NVFP4:
+        out[0, :4], out[1, :4] = [0, 1, 7, 8], [0x7E, 0x7F, 0x80, 0xFF]
+    if t == T.IQ1_M:
+        out[:, 55] &= 0xBF  # the f16 scale, in four pieces: an exponent that is not all ones
     return out.reshape(-1)
 
 
 def dequant():
+    global rng
+    first, later = rng, np.random.default_rng(20261130)
     with open(HERE / "dequant.txt", "w") as f:
-        for t in [T.F32, T.F16, T.BF16, *SCALES]:
+        for t in [T.F32, T.F16, T.BF16, *SCALES, *LATER]:
+            rng = later if t in LATER else first
             b = blocks(t)
             with np.errstate(over="ignore"):  # the largest MXFP4 scale gives infinities
                 y = quants.dequantize(b, t)
             assert y.dtype == np.float32 and not np.isnan(y).any(), t
             print(t.name, b.tobytes().hex(), y.astype("<f4").tobytes().hex(), file=f)
+    rng = first
 
 
 def types():

@@ -90,6 +90,18 @@ pub fn weight_type(ty: GgmlType) -> Option<WeightType> {
         GgmlType::IQ4_NL => WeightType::Iq4Nl,
         GgmlType::IQ4_XS => WeightType::Iq4Xs,
         GgmlType::MXFP4 => WeightType::Mxfp4,
+        GgmlType::IQ1_S => WeightType::Iq1S,
+        GgmlType::IQ1_M => WeightType::Iq1M,
+        GgmlType::IQ2_XXS => WeightType::Iq2Xxs,
+        GgmlType::IQ2_XS => WeightType::Iq2Xs,
+        GgmlType::IQ2_S => WeightType::Iq2S,
+        GgmlType::IQ3_XXS => WeightType::Iq3Xxs,
+        GgmlType::IQ3_S => WeightType::Iq3S,
+        GgmlType::TQ1_0 => WeightType::Tq1_0,
+        GgmlType::TQ2_0 => WeightType::Tq2_0,
+        GgmlType::NVFP4 => WeightType::Nvfp4,
+        GgmlType::Q1_0 => WeightType::Q1_0,
+        GgmlType::Q2_0 => WeightType::Q2_0,
         _ => return None,
     })
 }
@@ -168,9 +180,14 @@ impl<'g> Loader<'g> {
         self.numbers(name, &[n, count], presence)
     }
 
-    /// A projection, `stem.weight` and `stem.bias`.
+    /// A projection, `stem.weight` and `stem.bias`, and `stem.scale`, which NVFP4 matrices come with.
     pub fn linear(&mut self, stem: &str, k: usize, n: usize, bias: Presence) -> Result<Linear<'g>, Error> {
-        let weight = self.matrix(&format!("{stem}.weight"), k, n)?;
+        let mut weight = self.matrix(&format!("{stem}.weight"), k, n)?;
+        if let Some(factor) = self.vector(&format!("{stem}.scale"), 1, Presence::Optional)? {
+            weight = weight.times(factor[0]);
+        }
+        // What activations are divided by where they are rounded to 4 bits; llama.cpp's CPU path does not.
+        self.find(&format!("{stem}.input_scale"));
         Ok(Linear { weight, bias: self.vector(&format!("{stem}.bias"), n, bias)? })
     }
 
