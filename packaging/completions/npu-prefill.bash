@@ -22,6 +22,9 @@ _npu__prefill() {
             npu__prefill,completions)
                 cmd="npu__prefill__subcmd__completions"
                 ;;
+            npu__prefill,doctor)
+                cmd="npu__prefill__subcmd__doctor"
+                ;;
             npu__prefill,environment)
                 cmd="npu__prefill__subcmd__environment"
                 ;;
@@ -43,6 +46,9 @@ _npu__prefill() {
             npu__prefill,plan)
                 cmd="npu__prefill__subcmd__plan"
                 ;;
+            npu__prefill,selftest)
+                cmd="npu__prefill__subcmd__selftest"
+                ;;
             npu__prefill,setup)
                 cmd="npu__prefill__subcmd__setup"
                 ;;
@@ -51,6 +57,9 @@ _npu__prefill() {
                 ;;
             npu__prefill__subcmd__help,completions)
                 cmd="npu__prefill__subcmd__help__subcmd__completions"
+                ;;
+            npu__prefill__subcmd__help,doctor)
+                cmd="npu__prefill__subcmd__help__subcmd__doctor"
                 ;;
             npu__prefill__subcmd__help,environment)
                 cmd="npu__prefill__subcmd__help__subcmd__environment"
@@ -73,6 +82,9 @@ _npu__prefill() {
             npu__prefill__subcmd__help,plan)
                 cmd="npu__prefill__subcmd__help__subcmd__plan"
                 ;;
+            npu__prefill__subcmd__help,selftest)
+                cmd="npu__prefill__subcmd__help__subcmd__selftest"
+                ;;
             npu__prefill__subcmd__help,setup)
                 cmd="npu__prefill__subcmd__help__subcmd__setup"
                 ;;
@@ -83,7 +95,7 @@ _npu__prefill() {
 
     case "${cmd}" in
         npu__prefill)
-            opts="-m -c -t -h -V --tokens --out --model --elfs --layout --fds --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --swa-full --n-stream --config --threads --chunk --isa --device --min-tokens --max-memory --deadline --help --version inspect compare plan layout setup models environment completions man help"
+            opts="-m -c -t -h -V --tokens --out --model --layout --fds --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --threads --chunk --isa --elfs --device --min-tokens --max-memory --deadline --help --version inspect compare plan layout doctor selftest models setup environment completions man help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -102,10 +114,6 @@ _npu__prefill() {
                     return 0
                     ;;
                 -m)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --elfs)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
@@ -141,6 +149,10 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --attn-rot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --n-stream)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -165,8 +177,12 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --elfs)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --device)
-                    COMPREPLY=($(compgen -W "auto cpu npu" -- "${cur}"))
+                    COMPREPLY=($(compgen -W "auto cpu npu oracle sim" -- "${cur}"))
                     return 0
                     ;;
                 --min-tokens)
@@ -216,6 +232,44 @@ _npu__prefill() {
             COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
             return 0
             ;;
+        npu__subcmd__prefill__subcmd__doctor)
+            opts="-t -h --json --threads --chunk --isa --elfs --device --help"
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                --threads)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -t)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --chunk)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --isa)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --elfs)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --device)
+                    COMPREPLY=($(compgen -W "auto cpu npu oracle sim" -- "${cur}"))
+                    return 0
+                    ;;
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
         npu__subcmd__prefill__subcmd__environment)
             opts="-h --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
@@ -231,7 +285,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__help)
-            opts="inspect compare plan layout setup models environment completions man help"
+            opts="inspect compare plan layout doctor selftest models setup environment completions man help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -259,6 +313,20 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__help__subcmd__completions)
+            opts=""
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        npu__subcmd__prefill__subcmd__help__subcmd__doctor)
             opts=""
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
@@ -370,6 +438,20 @@ _npu__prefill() {
             COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
             return 0
             ;;
+        npu__subcmd__prefill__subcmd__help__subcmd__selftest)
+            opts=""
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
         npu__subcmd__prefill__subcmd__help__subcmd__setup)
             opts=""
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 3 ]] ; then
@@ -399,7 +481,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__layout)
-            opts="-m -c -h --model --ubatch-size --json --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --swa-full --n-stream --config --help"
+            opts="-m -c -h --model --ubatch-size --json --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -441,6 +523,10 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --attn-rot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --n-stream)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -471,7 +557,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__models)
-            opts="-h --help"
+            opts="-h --json --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -485,7 +571,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__plan)
-            opts="-m -n -c -t -h --model --n-tokens --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --swa-full --n-stream --config --threads --chunk --isa --device --help"
+            opts="-m -n -c -t -h --model --n-tokens --explain --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --threads --chunk --isa --elfs --device --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -531,6 +617,10 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --attn-rot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --n-stream)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
@@ -555,8 +645,50 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
+                --elfs)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
                 --device)
-                    COMPREPLY=($(compgen -W "auto cpu npu" -- "${cur}"))
+                    COMPREPLY=($(compgen -W "auto cpu npu oracle sim" -- "${cur}"))
+                    return 0
+                    ;;
+                *)
+                    COMPREPLY=()
+                    ;;
+            esac
+            COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+            return 0
+            ;;
+        npu__subcmd__prefill__subcmd__selftest)
+            opts="-t -h --json --threads --chunk --isa --elfs --device --help"
+            if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
+                COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
+                return 0
+            fi
+            case "${prev}" in
+                --threads)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -t)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --chunk)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --isa)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --elfs)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --device)
+                    COMPREPLY=($(compgen -W "auto cpu npu oracle sim" -- "${cur}"))
                     return 0
                     ;;
                 *)
