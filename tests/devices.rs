@@ -176,5 +176,6 @@ fn a_self_test_is_a_report_to_send() {
     assert!(ran.stdout.contains("what a pass shows: computed by the oracle"), "{ran:?}");
     assert!(ran.stdout.contains("a prefill of 150 tokens: "), "{ran:?}");
     run(&["selftest"]).failed(69, "no directory of kernels is given");
-    run(&["selftest", "--elfs", &elfs]).failed(69, "NPU");
+    // What is missing depends on the machine: the shim, XRT, or a device.
+    run(&["selftest", "--elfs", &elfs]).failed(69, "no ");
 }
