@@ -3,7 +3,7 @@
 //!
 //! They are for tests. On a device they would load a binary that is none, and fail.
 //!
-//! The product is C = A · B, int8 [128][K] times int8 [K][N] into int32 [128][N], all row by row. It is cut into tiles of
+//! The product is C = A · B, int8 `[128][K]` times int8 `[K][N]` into int32 `[128][N]`, all row by row. It is cut into tiles of
 //! 128 × 128 × 128. Each column of the array has some columns of C: for each of its tiles of C it streams all tiles of A and of
 //! B along K through the memory tile to the core, and the core's sum back.
 

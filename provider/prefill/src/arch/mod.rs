@@ -2,7 +2,7 @@
 //!
 //! Source of every entry: llama.cpp's `src/models/<name>.cpp` (graph and tensors), `src/llama-model.cpp`
 //! (hyper-parameters, rope type). To add one, add a row to the table of its kind; if it needs a flag that is not here, add
-//! the flag and teach [`crate::spec`] and the kinds of layers ([`crate::layer`]) about it.
+//! the flag and teach `crate::spec` and the kinds of layers (`crate::layer`) about it.
 
 mod dense;
 pub mod experts;
