@@ -575,7 +575,19 @@ impl<'a> Runner<'a> {
     }
 
     /// Restores a file and asks for the reply.
+    ///
+    /// A server under load has been seen to restore a file and then to compute the whole prompt, once in about a thousand
+    /// handoffs and never twice for one file. That is tried once more, and noted: what a file is to blame for happens again.
     fn hand_over(&self, client: &Client, r: &Reference, file: &Path, p: &mut PromptReport) -> Result<()> {
+        self.hand_over_once(client, r, file, p)?;
+        if p.want_prompt_n == 1 && p.cache_n == 0 {
+            p.notes.push("the server restored the file and computed the whole prompt; tried once more".into());
+            self.hand_over_once(client, r, file, p)?;
+        }
+        Ok(())
+    }
+
+    fn hand_over_once(&self, client: &Client, r: &Reference, file: &Path, p: &mut PromptReport) -> Result<()> {
         let name = file.file_name().and_then(|n| n.to_str()).context("file name")?;
         let restored = client.restore(0, name)?;
         p.restored = restored.tokens;
