@@ -112,8 +112,9 @@ pub fn completions(shell: clap_complete::Shell) -> String {
 
 /// The manual page, in roff.
 pub fn manual() -> String {
-    // Without the commit: the page is committed itself.
-    let command = Cli::command().version(env!("CARGO_PKG_VERSION"));
+    // Without the commit: the page is committed itself. The long version is what the renderer takes first.
+    let version = concat!(env!("CARGO_PKG_VERSION"), "\n", env!("NPU_PREFILL_PINS"));
+    let command = Cli::command().version(env!("CARGO_PKG_VERSION")).long_version(version);
     // The page's name has room for a line; the description for all of it.
     let all = command.get_about().map(ToString::to_string).unwrap_or_default();
     let first = all.split("\n\n").next().unwrap_or_default().trim_end_matches('.').to_owned();
@@ -205,6 +206,15 @@ pub fn models(json: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// It is committed, and no text can hold the name of the commit that it is part of.
+    #[test]
+    fn the_manual_does_not_name_a_commit() {
+        let (version, commit) = crate::cli::VERSION.split_once(' ').unwrap();
+        let manual = manual();
+        assert!(manual.contains(&format!("v{version}\n")), "{manual}");
+        assert!(!manual.contains(commit), "{manual}");
+    }
 
     #[test]
     fn every_architecture_is_proved_on_the_newest_server() {
