@@ -202,7 +202,14 @@ impl CacheType {
     pub fn round(self, values: &mut [f32]) {
         match self {
             CacheType::F32 => {}
-            CacheType::F16 => values.iter_mut().for_each(|v| *v = f16::from_f32(*v).to_f32()),
+            CacheType::F16 => {
+                let mut strip = [f16::ZERO; STRIP];
+                for values in values.chunks_mut(STRIP) {
+                    let strip = &mut strip[..values.len()];
+                    strip.convert_from_f32_slice(values);
+                    strip.convert_to_f32_slice(values);
+                }
+            }
             CacheType::Bf16 => values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
             _ => {
                 let mut block = [0; quantise::MAX_BYTES];

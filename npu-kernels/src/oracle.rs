@@ -47,11 +47,11 @@ pub fn product(acts: &[Vec<f32>], weight: &WeightView<'_>) -> Vec<Vec<f64>> {
     for n in 0..weight.n() {
         blocks::row_values(weight.ty(), weight.row(n), &mut values);
         for (row, out) in rows.iter().zip(&mut out) {
-            out[n] = row.iter().zip(&values).map(|(a, w)| a * f64::from(*w)).sum();
+            out[n] = row.iter().zip(&values).map(|(a, w)| a * f64::from(*w)).sum::<f64>() * f64::from(weight.factor());
         }
         if weight.ty().activation() == ActKind::Q8Block32 && weight.ty().code_form().is_some_and(|f| f.has_min) {
             for (row, out) in acts.iter().zip(&mut out) {
-                out[n] += rounded_sums(weight, n, row);
+                out[n] += rounded_sums(weight, n, row) * f64::from(weight.factor());
             }
         }
     }

@@ -63,6 +63,9 @@ impl Packed {
         hash.update(format!("{} {} {}", spec.k, spec.n, spec.b));
         for part in parts {
             hash.update(format!("\0{:?} {} {}\0", part.ty(), part.n(), part.k()));
+            if part.factor() != 1.0 {
+                hash.update(part.factor().to_le_bytes());
+            }
             hash.update(part.data());
         }
         hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
@@ -111,6 +114,18 @@ mod tests {
 
     fn weight(n: usize, k: usize) -> Vec<u8> {
         (0..n * k).flat_map(|i| (((i * 31) % 64) as f32 / 8.0 - 4.0).to_le_bytes()).collect()
+    }
+
+    /// NVFP4 matrices come with one.
+    #[test]
+    fn a_factor_is_in_the_scales_and_in_the_name() {
+        let data = weight(4, 32);
+        let view = WeightView::new(WeightType::F32, 4, 32, &data).unwrap();
+        let spec = Spec::int8("x", "O", 128, 128);
+        let (plain, twice) = (Packed::new(&spec, &[view]).unwrap(), Packed::new(&spec, &[view.times(2.0)]).unwrap());
+        assert_eq!(plain.bytes, twice.bytes);
+        assert!(plain.scales.iter().zip(&twice.scales).all(|(p, t)| 2.0 * p == *t && *t > 0.0));
+        assert_ne!(Packed::key(&spec, &[view]), Packed::key(&spec, &[view.times(2.0)]));
     }
 
     #[test]

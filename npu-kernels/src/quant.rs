@@ -74,7 +74,8 @@ impl Int8Weight {
             if values.iter().any(|v| !v.is_finite()) {
                 return Err(i);
             }
-            self.scales[first + i] = row(&values, &mut self.codes[(first + i) * self.k..][..self.k]);
+            let scale = row(&values, &mut self.codes[(first + i) * self.k..][..self.k]);
+            self.scales[first + i] = scale * weight.factor();
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Scratch, Task};
 use npu_kernels::host::blocks;
 use npu_kernels::host::gemm::{GroupedJob, Job, Part, gemm, gemm_grouped};
+use npu_kernels::host::recurrent::gates;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Columns, Isa, Pool, TILE_ROWS};
 use npu_kernels::{WeightType, WeightView, oracle, with_kernel};
@@ -232,6 +233,26 @@ fn a_factor_multiplies_the_product_and_not_the_bias() {
     };
     let (plain, half) = (run(weight), run(weight.rows(0, 3).unwrap().times(0.5)));
     assert!(plain.iter().zip(&half).all(|(p, h)| (p - 2.0 * h).abs() < 1e-5 && p.abs() > 1e-3), "{plain:?} {half:?}");
+}
+
+/// Of either sign: x86 makes NaN with the sign bit, and one that became a number would be handed over.
+#[test]
+fn nan_stays_nan_in_gates_and_activations() {
+    for isa in available() {
+        for nan in [f32::NAN, -f32::NAN] {
+            let (x, one) = ([nan; 18], [1.0; 18]);
+            let (mut silu, mut relu, mut glu, mut gate) = ([0.0; 18], [0.0; 18], [0.0; 18], [1.0; 18]);
+            with_kernel!(isa, kernel => {
+                kernel.rows(|| rowops::silu_mul(&x, &one, &mut silu));
+                kernel.rows(|| rowops::relu_squared(&x, &mut relu));
+                kernel.rows(|| rowops::gelu_mul(&x, &one, &mut glu, &mut Vec::new()));
+                kernel.rows(|| gates::sigmoid_mul(&mut gate, &x));
+            });
+            for (what, out) in [("silu", silu), ("relu²", relu), ("gelu", glu), ("sigmoid", gate)] {
+                assert!(out.iter().all(|v| v.is_nan()), "{} {what}({nan}): {out:?}", isa.name());
+            }
+        }
+    }
 }
 
 #[test]

@@ -27,8 +27,8 @@ pub fn plan(args: &PlanArgs) -> Result<()> {
     let engine = Engine::new(&gguf)?;
     let n_tokens = args.n_tokens as usize;
     engine.kv_spec(&decoder)?;
-    let estimate = engine.estimate(Prompt::Length(n_tokens), &compute);
     let plan = engine.plan(n_tokens, &compute);
+    let estimate = engine.estimate(Prompt::Length(n_tokens), &plan);
     if !args.explain {
         print(&format!("{}\n{estimate}\n", plan.to_string().trim_end()));
         return Ok(());

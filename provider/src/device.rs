@@ -42,8 +42,8 @@ impl Opened {
     }
 
     /// Memory that a run takes beside the plan's.
-    pub fn memory_bytes(&self, needs: &[(usize, Vec<usize>)]) -> u64 {
-        self.offload.as_ref().map_or(0, |o| look(o, |o| o.memory_bytes(needs)))
+    pub fn memory_bytes(&self, needs: &[(usize, Vec<usize>)], chunk: usize) -> u64 {
+        self.offload.as_ref().map_or(0, |o| look(o, |o| o.memory_bytes(needs, chunk)))
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Mutex;
 
 use gguf::Gguf;
-use kvlayout::{CacheType, KvSink, KvSpec};
+use kvlayout::{KvSink, KvSpec};
 use prefill::{CacheParams, Hooks, Isa, Model, Offload, Options, Plan, Timings};
 
 use crate::exit::{self, Error, Kind, Result};
@@ -70,16 +70,6 @@ pub enum Prompt<'a> {
     Ids(&'a [i32]),
     /// Only how many there are.
     Length(usize),
-}
-
-impl Prompt<'_> {
-    /// How many ids there are.
-    pub fn len(&self) -> usize {
-        match self {
-            Prompt::Ids(ids) => ids.len(),
-            Prompt::Length(n) => *n,
-        }
-    }
 }
 
 /// Pieces of the table around the rows of a prompt's tokens.
@@ -160,13 +150,9 @@ impl<'g> Engine<'g> {
         self.model.kv_spec(&params).map_err(exit::prefill_error)
     }
 
-    /// The smallest sliding window, where the model has one.
+    /// The sliding window, where the model has one.
     pub fn window(&self) -> Option<u32> {
-        let (type_k, type_v, v_trans) = (CacheType::F16, CacheType::F16, false);
-        let (attn_rot, swa_full, n_stream, n_ctx) = (false, false, 1, Some(self.trained_context()));
-        let params = CacheParams { type_k, type_v, v_trans, attn_rot, swa_full, n_stream, n_ctx };
-        let spec = self.model.kv_spec(&params).ok()?;
-        spec.sections.iter().filter_map(|s| s.window).min()
+        self.model.spec().window
     }
 
     /// What a run will do.
@@ -175,10 +161,10 @@ impl<'g> Engine<'g> {
     }
 
     /// What a run will need.
-    pub fn estimate(&self, prompt: Prompt<'_>, compute: &Compute) -> Estimate {
+    pub fn estimate(&self, prompt: Prompt<'_>, plan: &Plan) -> Estimate {
         let last = self.model.spec().layers.len().saturating_sub(1);
         let model = mapped_bytes(self.gguf, last, prompt);
-        Estimate { work: self.plan(prompt.len(), compute).memory_bytes(), model }
+        Estimate { work: plan.memory_bytes(), model }
     }
 
     /// Longest prompt the model was trained for.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use gguf::Gguf;
 use kvlayout::{KvSink, StateVersion};
-use prefill::{Options, Timings};
+use prefill::{Options, Plan, Timings};
 
 use crate::device::{self, Opened};
 use crate::engine::{Engine, Estimate, Prepared, Prompt};
@@ -50,7 +50,8 @@ pub fn run(job: Job, watch: &Watch, started: Instant) -> Result<()> {
         return Err(Error::new(Kind::Declined, text));
     }
 
-    let opened = device::open(&job.compute, &engine.plan(tokens.len(), &job.compute).products())?;
+    let plan = engine.plan(tokens.len(), &job.compute);
+    let opened = device::open(&job.compute, &plan.products())?;
     device::announce(&opened);
     watch.check()?;
 
@@ -61,6 +62,7 @@ pub fn run(job: Job, watch: &Watch, started: Instant) -> Result<()> {
         deadline,
         load,
         engine: &engine,
+        plan: &plan,
         tokens: &tokens,
         decoder: &job.decoder,
         compute: &job.compute,
@@ -86,6 +88,8 @@ pub struct Ready<'a> {
     pub load: Instant,
     /// The model.
     pub engine: &'a Engine<'a>,
+    /// What will be done.
+    plan: &'a Plan,
     /// The ids.
     pub tokens: &'a [i32],
     /// What was said of the decoder.
@@ -101,10 +105,10 @@ impl<'a> Ready<'a> {
     /// It needs more memory than there is, or an instruction set that is not there.
     pub fn prepare(&self, decoder: &Decoder) -> Result<Work<'a>> {
         let prepared = self.engine.prepare(self.compute, decoder, self.tokens.len())?;
-        let mut estimate = self.engine.estimate(Prompt::Ids(self.tokens), self.compute);
+        let mut estimate = self.engine.estimate(Prompt::Ids(self.tokens), self.plan);
         if self.device.offload.is_some() {
-            let needs = self.engine.plan(self.tokens.len(), self.compute).products();
-            estimate.work = estimate.work.saturating_add(self.device.memory_bytes(&needs));
+            let more = self.device.memory_bytes(&self.plan.products(), self.plan.chunk);
+            estimate.work = estimate.work.saturating_add(more);
         }
         if let Some(most) = self.max_memory.filter(|&most| estimate.total() > most) {
             let most = bytes(most);

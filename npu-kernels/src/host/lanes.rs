@@ -15,7 +15,7 @@ pub(crate) fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 }
 
 /// e to the x in every lane. Cody-Waite reduction and a polynomial of degree 6 (coefficients: the Taylor series, whose
-/// error on |r| <= ln2/2 is below 2e-7 relative); results under 2^-126 become 0.
+/// error on |r| <= ln2/2 is below 2e-7 relative); results under 2^-126 become 0, and NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp<const FMA: bool>(x: &mut Lane) {
     for v in x.iter_mut() {
@@ -23,6 +23,8 @@ pub(crate) fn exp<const FMA: bool>(x: &mut Lane) {
         // Rounding by adding 1.5 * 2^23: n stays in the low bits.
         let shifted = mul_add::<FMA>(x, std::f32::consts::LOG2_E, 12_582_912.0);
         let n = shifted - 12_582_912.0;
+        // Asked of the number, not of its bits: NaN is not tiny, whatever its sign.
+        let tiny = n < -126.0;
         let r = mul_add::<FMA>(n, -0.693_359_4, x);
         let r = mul_add::<FMA>(n, 2.121_944_4e-4, r);
         let mut p = 1.0 / 720.0;
@@ -34,7 +36,7 @@ pub(crate) fn exp<const FMA: bool>(x: &mut Lane) {
         p = mul_add::<FMA>(p, r, 1.0);
         let n = shifted.to_bits() as i32 - 0x4B40_0000;
         let scale = f32::from_bits(((n.max(-127) + 127) as u32) << 23);
-        *v = if n < -126 { 0.0 } else { p * scale };
+        *v = if tiny { 0.0 } else { p * scale };
     }
 }
 

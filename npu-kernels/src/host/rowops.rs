@@ -1,11 +1,11 @@
-//! Operations on one row of activations: norms, rotary embedding, gated activations, rounding.
+//! Operations on one row of activations: norms, rotary embedding, gated activations.
 //!
 //! Formulas are ggml's CPU ones (`ops.cpp`, `vec.h`), including what it rounds: GELU there is a table over half
 //! precision numbers, so it is computed from and to half precision here.
 
 use super::lanes;
+use half::f16;
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
 
 /// Which two channels a rotation turns.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
@@ -16,28 +16,11 @@ pub enum Pairing {
     Halves,
 }
 
-/// What the numbers of a cache are rounded to.
-#[derive(Copy, Clone, PartialEq, Eq, Debug)]
-pub enum Precision {
-    /// Not at all.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
 /// `1 / sqrt(mean(x²) + eps)`. Squares are f32 and their sum f64, as in `ggml_compute_forward_rms_norm_f32`: a scale
 /// that differs in its last bit moves values over the edges between two int8 codes, and one code is a row's noise.
 #[inline(always)]
 fn rms_scale(x: &[f32], eps: f32) -> f32 {
-    let mut sums = [0f64; 16];
-    let (chunks, rest) = x.as_chunks::<16>();
-    for c in chunks {
-        sums.iter_mut().zip(c).for_each(|(s, v)| *s += f64::from(v * v));
-    }
-    let total = sums.iter().sum::<f64>() + rest.iter().map(|v| f64::from(v * v)).sum::<f64>();
-    1.0 / ((total / x.len() as f64) as f32 + eps).sqrt()
+    1.0 / ((squares(x) / x.len() as f64) as f32 + eps).sqrt()
 }
 
 /// `out = x / sqrt(mean(x²) + eps) * weight`.
@@ -65,6 +48,12 @@ fn sum(x: &[f32], f: impl Fn(f32) -> f64) -> f64 {
         sums.iter_mut().zip(c).for_each(|(s, v)| *s += f(*v));
     }
     sums.iter().sum::<f64>() + rest.iter().map(|v| f(*v)).sum::<f64>()
+}
+
+/// The sum of squares: f32 squares, added up in f64 as ggml does.
+#[inline(always)]
+pub(crate) fn squares(x: &[f32]) -> f64 {
+    sum(x, |v| f64::from(v * v))
 }
 
 /// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`. Sums are f64; ggml adds up in f32, in an order of its
@@ -188,8 +177,8 @@ pub fn silu(x: &[f32], out: &mut [f32]) {
 #[inline(always)]
 pub fn relu_squared(x: &[f32], out: &mut [f32]) {
     out.iter_mut().zip(x).for_each(|(o, v)| {
-        let v = v.max(0.0);
-        *o = v * v;
+        // NaN stays NaN.
+        *o = if *v <= 0.0 { 0.0 } else { v * v };
     });
 }
 
@@ -246,17 +235,4 @@ pub fn gelu(x: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
 pub fn gelu_mul(gate: &[f32], up: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
     gelu(gate, out, half_buffer);
     out.iter_mut().zip(up).for_each(|(o, u)| *o *= u);
-}
-
-/// Rounds every number to what a cache of that precision would hold.
-pub fn round_to(precision: Precision, x: &mut [f32], half_buffer: &mut Vec<f16>) {
-    match precision {
-        Precision::F32 => {}
-        Precision::F16 => {
-            half_buffer.resize(x.len(), f16::ZERO);
-            half_buffer.convert_from_f32_slice(x);
-            half_buffer.convert_to_f32_slice(x);
-        }
-        Precision::Bf16 => x.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32()),
-    }
 }

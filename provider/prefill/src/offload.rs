@@ -218,8 +218,10 @@ impl Offload {
         &self.usage
     }
 
-    /// Bytes that a run takes beside the plan's: buffers of the kernels that `needs` use, and one weight packed.
-    pub fn memory_bytes(&self, needs: &[(usize, Vec<usize>)]) -> u64 {
+    /// Bytes that a run in chunks of so many positions takes beside the plan's: buffers of the kernels that `needs` use, one
+    /// weight packed, and the rows that are kept as f32 and rounded to int8.
+    pub fn memory_bytes(&self, needs: &[(usize, Vec<usize>)], chunk: usize) -> u64 {
+        let rows = needs.iter().map(|(k, _)| chunk as u64 * 5 * *k as u64).sum::<u64>();
         let mut ids: Vec<KernelId> =
             needs.iter().flat_map(|(k, n)| self.choose(*k, n).0.into_iter().map(|g| g.0)).collect();
         let weights = ids.iter().map(|id| self.kernels()[id.0].bytes()[1] as u64).max().unwrap_or(0);
@@ -229,7 +231,7 @@ impl Offload {
             let [a, b, c] = self.kernels()[id.0].bytes().map(|b| b as u64);
             2 * a + 3 * b + 2 * c
         };
-        ids.iter().map(each).sum::<u64>() + 3 * weights
+        ids.iter().map(each).sum::<u64>() + 3 * weights + rows
     }
 
     /// Which kernels compute projections of `n` outputs each, all of `k` inputs: the groups, each a kernel and the parts it
@@ -339,13 +341,9 @@ impl Offload {
         let mut launched = 0;
         // Blocks outside, groups inside: rows are rounded once for all groups whose kernels take as many.
         let m_of = |this: &Offload, g: usize| this.device.kernels()[groups[g].0.0].m;
-        let smallest = (0..groups.len()).map(|g| m_of(self, g)).min().unwrap_or(1);
-        let mut list: Vec<(usize, usize)> = Vec::new();
-        for from in (0..m).step_by(smallest) {
-            list.extend(
-                (0..groups.len()).filter(|g| from.is_multiple_of(m_of(self, *g))).map(|g| (from / m_of(self, g), g)),
-            );
-        }
+        let of_group = |g: usize| (0..m.div_ceil(m_of(self, g))).map(move |block| (block, g));
+        let mut list: Vec<(usize, usize)> = (0..groups.len()).flat_map(of_group).collect();
+        list.sort_by_key(|&(block, g)| (block * m_of(self, g), g));
         let result = (|| {
             for (block, g) in list {
                 let per = m_of(self, g);

@@ -47,7 +47,7 @@ pub fn place(plan: &Plan, offload: Option<&Offload>) -> Vec<Place> {
 }
 
 fn one(command: Command, offload: Option<&Offload>) -> Place {
-    let (k, n) = command.products();
+    let (k, n) = command.op.products();
     let host = |why: &str| vec![(0, Where::Host(why.to_owned()))];
     let parts = match (offload, n.is_empty()) {
         (None, _) => host("no device"),

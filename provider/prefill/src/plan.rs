@@ -90,18 +90,6 @@ impl Command {
         }
     }
 
-    /// Inputs and outputs of the projections that a device may be asked for, all of the same activations; none for other
-    /// steps.
-    pub fn products(&self) -> (usize, Vec<usize>) {
-        match &self.op {
-            Op::Attention(AttentionOp::Qkv { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
-            Op::Attention(AttentionOp::Out { k, n }) | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
-            Op::Dense(DenseOp::GateUp { k, n }) => (*k, vec![*n, *n]),
-            Op::Dense(DenseOp::Up { k, n }) => (*k, vec![*n]),
-            _ => (0, Vec::new()),
-        }
-    }
-
     /// What it spends its time on.
     pub fn work(&self) -> Work {
         match &self.op {
@@ -180,9 +168,9 @@ impl Plan {
         embed.chain(layers)
     }
 
-    /// The distinct groups of projections ([`Command::products`]) of all commands.
+    /// The distinct groups of projections ([`Op::products`]) of all steps. Every chunk of a layer has the same.
     pub fn products(&self) -> Vec<(usize, Vec<usize>)> {
-        let mut all: Vec<_> = self.commands().map(|c| c.products()).filter(|(_, n)| !n.is_empty()).collect();
+        let mut all: Vec<_> = self.layers.iter().flatten().map(Op::products).filter(|(_, n)| !n.is_empty()).collect();
         all.sort_unstable();
         all.dedup();
         all
@@ -209,6 +197,20 @@ fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> u64 {
 
 /// The program itself, its threads' stacks and panels, the norms' weights.
 const FIXED_BYTES: usize = 12 << 20;
+
+impl Op {
+    /// Inputs and outputs of the projections that a device may be asked for, all of the same activations; none for other
+    /// steps.
+    pub fn products(&self) -> (usize, Vec<usize>) {
+        match self {
+            Op::Attention(AttentionOp::Qkv { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
+            Op::Attention(AttentionOp::Out { k, n }) | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
+            Op::Dense(DenseOp::GateUp { k, n }) => (*k, vec![*n, *n]),
+            Op::Dense(DenseOp::Up { k, n }) => (*k, vec![*n]),
+            _ => (0, Vec::new()),
+        }
+    }
+}
 
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,6 +1,6 @@
 //! The small functions around recurrent layers, over one row. Formulas are ggml's (`vec.h`, `unary-ops.cpp`, `ops.cpp`).
 
-use crate::host::lanes;
+use crate::host::{lanes, rowops};
 
 /// log(1 + e^x), and x itself above 20, where they are the same.
 #[inline(always)]
@@ -58,23 +58,12 @@ pub fn silu_mul(x: &mut [f32], gate: &[f32]) {
     rest.iter_mut().zip(gate_rest).for_each(|(x, g)| *x *= g * sigmoids(&[*g; 16])[0]);
 }
 
-/// The sum of squares: f32 squares, added up in f64 as ggml does.
-#[inline(always)]
-fn squares(x: &[f32]) -> f64 {
-    let mut sums = [0f64; 16];
-    let (chunks, rest) = x.as_chunks::<16>();
-    for c in chunks {
-        sums.iter_mut().zip(c).for_each(|(s, v)| *s += f64::from(v * v));
-    }
-    sums.iter().sum::<f64>() + rest.iter().map(|v| f64::from(v * v)).sum::<f64>()
-}
-
 /// `x / sqrt(sum(x²) + eps)`, computed as an RMS norm with eps / n and a scale of 1/sqrt(n), which is how newer builds of
 /// llama.cpp do it. Older ones take `x / max(|x|, eps)`: the same but for rows of next to nothing.
 #[inline(always)]
 pub fn l2_norm(x: &mut [f32], eps: f32) {
     let n = x.len() as f32;
-    let scale = 1.0 / ((squares(x) / x.len() as f64) as f32 + eps / n).sqrt();
+    let scale = 1.0 / ((rowops::squares(x) / x.len() as f64) as f32 + eps / n).sqrt();
     let rest = 1.0 / n.sqrt();
     x.iter_mut().for_each(|v| *v = *v * scale * rest);
 }
@@ -82,7 +71,6 @@ pub fn l2_norm(x: &mut [f32], eps: f32) {
 /// `x = x / sqrt(mean(x²) + eps) * weight * silu(gate)`.
 #[inline(always)]
 pub fn gated_rms_norm(x: &mut [f32], weight: &[f32], gate: &[f32], eps: f32) {
-    let scale = 1.0 / ((squares(x) / x.len() as f64) as f32 + eps).sqrt();
-    x.iter_mut().zip(weight).for_each(|(v, w)| *v = *v * scale * w);
+    rowops::rms_norm_in_place(x, weight, eps);
     silu_mul(x, gate);
 }

@@ -1,6 +1,6 @@
 //! The steps of attention.
 
-use super::{Bad, Host, SCRATCH, Stage, ms, round_to};
+use super::{Bad, Host, SCRATCH, Stage, ms};
 use crate::arch::Over;
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
 use crate::model::{Model, rotation, wanted};
@@ -175,6 +175,7 @@ impl Room {
             rest = [q_rest, k_rest, v_rest];
             rows.push([q, k, v]);
         }
+        let bad = Bad::default();
         host.pool.for_each_mut(&mut rows, |i, [q, k, v]| {
             SCRATCH.with_borrow_mut(|(buffer, _)| {
                 turn(i, q, w.q_norm.as_ref(), buffer);
@@ -186,7 +187,8 @@ impl Room {
                 hadamard(k, rot_k);
                 hadamard(v, rot_v);
             });
-            round_to(round_q, q);
+            bad.check(q, c.rows.start + i);
+            round_q.round(q);
         });
         drop(rows);
 
@@ -197,13 +199,15 @@ impl Room {
             sink.put_rows(c.layer as u32, Part::V, positions, &self.v[..m * nv])?;
         }
         let took = ms(started.elapsed());
+        // After the sink, which names a bad key or value more closely.
+        bad.result(c.layer, "the queries")?;
 
         if !last {
             let (k, v) = (self.k[..m * nk].chunks_exact_mut(nk), self.v[..m * nv].chunks_exact_mut(nv));
             let mut rows: Vec<(&mut [f32], &mut [f32])> = k.zip(v).collect();
             host.pool.for_each_mut(&mut rows, |_, (k, v)| {
-                round_to(host.round_k, k);
-                round_to(host.round_v, v);
+                host.round_k.round(k);
+                host.round_v.round(v);
             });
             drop(rows);
             if c.rows.start == 0 {

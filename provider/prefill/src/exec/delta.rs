@@ -1,17 +1,15 @@
 //! The steps of the gated delta net.
 
-use super::{Bad, Host, Stage, ms};
+use super::{Bad, Host, Stage, put_state};
 use crate::layer::delta::{self as kind, DeltaOp, DeltaSpec, DeltaWeights, Strengths};
 use crate::model::Model;
 use crate::plan::Command;
 use crate::weights::distinct;
 use crate::{Error, KvSink};
-use kvlayout::Part;
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::recurrent::conv::History;
 use npu_kernels::host::recurrent::{Channels, delta, gates};
 use npu_kernels::host::{Kernel, Slab};
-use std::time::Instant;
 
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
 pub(super) struct Room {
@@ -145,12 +143,7 @@ impl Room {
             beta: &self.beta[..m * heads],
         };
         state.run(host.kernel, host.pool, &steps, &mut self.out[..m * d.values()]);
-        if c.rows.end < self.n_tokens {
-            return Ok(0.0);
-        }
-        let started = Instant::now();
-        put_state(sink, c, &history.to_cell(), state.cell())?;
-        Ok(ms(started.elapsed()))
+        put_state(sink, c, self.n_tokens, history, state.cell())
     }
 
     fn out<K: Kernel>(
@@ -178,16 +171,4 @@ impl Room {
         host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
         Ok(())
     }
-}
-
-/// Hands the state after the last position over, as far as the sink takes it.
-pub(super) fn put_state(sink: &mut dyn KvSink, c: &Command, r: &[f32], s: &[f32]) -> Result<(), Error> {
-    let layer = c.layer as u32;
-    for (part, row) in [(Part::R, r), (Part::S, s)] {
-        let last = sink.wants(layer, part);
-        if !last.is_empty() {
-            sink.put_rows(layer, part, last, row)?;
-        }
-    }
-    Ok(())
 }

@@ -180,7 +180,7 @@ impl Room {
         k: usize,
         n: usize,
     ) {
-        let (owners, normed) = (&self.owners, &stage.normed);
+        let (owners, normed) = (&self.owners, stage.input.rows().expect("kept for experts"));
         self.input.reshape(self.tiles.last().map_or(0, |t| t.end * TILE_ROWS), k);
         self.input.fill(host.kernel, host.pool, |slot, row| match owners[slot] {
             (NOBODY, _) => row.fill(0.0),

@@ -1,6 +1,6 @@
 //! The steps of latent attention.
 
-use super::{Bad, Host, Stage, ms, round_to};
+use super::{Bad, Host, Stage, ms};
 use crate::layer::latent::{self as kind, LatentOp, LatentSpec, LatentWeights};
 use crate::model::{Model, wanted};
 use crate::plan::Command;
@@ -88,7 +88,7 @@ impl Room {
                 if let (Some((q_a, _)), true) = (&w.q_a, n[1] > 0) {
                     parts.push((q_a, &mut self.q_mid[..m * n[1]]));
                 }
-                host.project(&stage.input, parts);
+                host.project_on_host(&stage.input, parts);
             }
             LatentOp::Queries { k, n } => self.queries(host, stage, c, w, *k, *n)?,
             LatentOp::StoreLatent => return self.store(host, c, a, w, sink),
@@ -126,7 +126,7 @@ impl Room {
     ) -> Result<(), Error> {
         let m = c.rows.len();
         let Some((_, norm)) = &w.q_a else {
-            host.project(&stage.input, vec![(&w.q, &mut self.q[..m * n])]);
+            host.project_on_host(&stage.input, vec![(&w.q, &mut self.q[..m * n])]);
             return Ok(());
         };
         let (mid, kernel, eps) = (&self.q_mid, host.kernel, host.model.spec().eps);
@@ -137,7 +137,7 @@ impl Room {
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the input of the query projection")?;
-        host.project(&self.q_acts, vec![(&w.q, &mut self.q[..m * n])]);
+        host.project_on_host(&self.q_acts, vec![(&w.q, &mut self.q[..m * n])]);
         Ok(())
     }
 
@@ -185,7 +185,7 @@ impl Room {
         }
         let took = ms(started.elapsed());
         if !last {
-            round_to(host.round_k, &mut self.kv[..m * row]);
+            host.round_k.round(&mut self.kv[..m * row]);
             if c.rows.start == 0 {
                 match self.cache.first_mut().filter(|c| (c.head_k(), c.head_v()) == (row, a.rank)) {
                     Some(cache) => cache.clear(),
@@ -211,7 +211,7 @@ impl Room {
             let (i, h) = (at / a.n_head, at % a.n_head);
             wide[..a.rank].copy_from_slice(&absorbed[(h * step + i) * a.rank..][..a.rank]);
             wide[a.rank..].copy_from_slice(&q[at * head + a.nope..][..a.n_rot]);
-            round_to(host.round_q, wide);
+            host.round_q.round(wide);
         });
     }
 
@@ -244,7 +244,7 @@ impl Room {
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the output of attention")?;
-        host.project(&self.acts, vec![(&w.o, &mut stage.out[..m * n])]);
+        host.project_on_host(&self.acts, vec![(&w.o, &mut stage.out[..m * n])]);
         Ok(())
     }
 }

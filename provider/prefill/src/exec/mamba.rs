@@ -1,7 +1,6 @@
 //! The steps of Mamba and Mamba-2.
 
-use super::delta::put_state;
-use super::{Bad, Host, Stage, ms};
+use super::{Bad, Host, Stage, put_state};
 use crate::layer::mamba::{self as kind, MambaOp, MambaSpec, MambaWeights};
 use crate::model::Model;
 use crate::plan::Command;
@@ -12,7 +11,6 @@ use npu_kernels::host::recurrent::conv::History;
 use npu_kernels::host::recurrent::{Channels, gates, scan};
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
-use std::time::Instant;
 
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
 pub(super) struct Room {
@@ -154,12 +152,7 @@ impl Room {
         let dt = Channels::all(&self.dt[..m * s.shape.heads], s.shape.heads);
         let steps = scan::Steps { m, x: mixed(0), dt, a: &w.a, b, c: c_ };
         state.run(host.kernel, host.pool, &steps, &mut self.out[..m * inner]);
-        if c.rows.end < self.n_tokens {
-            return Ok(0.0);
-        }
-        let started = Instant::now();
-        put_state(sink, c, &history.to_cell(), state.cell())?;
-        Ok(ms(started.elapsed()))
+        put_state(sink, c, self.n_tokens, history, state.cell())
     }
 
     fn out<K: Kernel>(

@@ -15,10 +15,11 @@ use crate::offload::Offload;
 use crate::plan::{Command, Half, Op, Plan, Work};
 use crate::weights::Linear;
 use crate::{Error, Isa, KvSink};
-use kvlayout::CacheType;
+use kvlayout::{CacheType, Part};
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::gemm::{Job, gemm};
-use npu_kernels::host::rowops::{self, Precision};
+use npu_kernels::host::recurrent::conv::History;
+use npu_kernels::host::rowops;
 use npu_kernels::host::{Columns, Kernel, Pool, Slab};
 use npu_kernels::with_kernel;
 use std::cell::RefCell;
@@ -154,15 +155,6 @@ fn round_q(options: &Options) -> CacheType {
     }
 }
 
-/// Makes values what attention reads back from a cache of this type.
-fn round_to(ty: CacheType, values: &mut [f32]) {
-    match ty {
-        CacheType::F32 => {}
-        CacheType::F16 => SCRATCH.with_borrow_mut(|(_, half)| rowops::round_to(Precision::F16, values, half)),
-        ty => ty.round(values),
-    }
-}
-
 /// What every step needs to know.
 #[derive(Copy, Clone)]
 struct Host<'a, K> {
@@ -213,10 +205,9 @@ impl<'a, K: Kernel> Host<'a, K> {
 
 /// What passes between the residual stream and the kinds of layers.
 struct Stage {
-    /// The normed residual rows of a chunk, rounded: the input of a half.
+    /// The normed residual rows of a chunk, rounded: the input of a half. Kept unrounded as well for a device, and for experts,
+    /// who take rows one by one.
     input: Activations,
-    /// The same as f32, in models whose layers ask for it row by row; else empty.
-    normed: Slab,
     /// Its output, one row per position of the chunk.
     out: Slab,
 }
@@ -250,11 +241,7 @@ impl<'a, K: Kernel> Run<'a, K> {
             host,
             tokens,
             x: Slab::new(tokens.len() * e),
-            stage: Stage {
-                input: Activations::new(m, e, &weights.input_types()),
-                normed: Slab::new(if by_row { m * e } else { 0 }),
-                out: Slab::new(m * e),
-            },
+            stage: Stage { input: Activations::new(m, e, &weights.input_types()), out: Slab::new(m * e) },
             attention: attention::Room::new(host.model, m, tokens.len()),
             latent: latent::Room::new(host.model, m, tokens.len()),
             delta: delta::Room::new(host.model, m, tokens.len()),
@@ -263,8 +250,10 @@ impl<'a, K: Kernel> Run<'a, K> {
             dense: dense::Room::new(host.model, m),
             experts: experts::Room::new(host.model, m),
         };
-        if host.offload.is_some() {
+        if by_row || host.offload.is_some() {
             run.stage.input.keep_rows();
+        }
+        if host.offload.is_some() {
             run.attention.keep_rows();
             run.dense.keep_rows();
         }
@@ -349,25 +338,13 @@ impl<'a, K: Kernel> Run<'a, K> {
         };
         let (e, eps, kind) = (model.spec().n_embd, model.spec().eps, model.spec().arch.norm);
         let (bad, x) = (Bad::default(), &self.x);
-        let Stage { input, normed, .. } = &mut self.stage;
-        let by_row = half == Half::FeedForward && weights.ffn.experts().is_some();
-        let make = |i: usize, row: &mut [f32]| {
+        let input = &mut self.stage.input;
+        input.reshape(c.rows.len(), e);
+        input.fill(kernel, pool, |i, row| {
             let x = &x[(c.rows.start + i) * e..][..e];
             match norm {
                 Some(norm) => kernel.rows(|| norm.apply(kind, eps, x, row)),
                 None => row.copy_from_slice(x),
-            }
-        };
-        if by_row {
-            let mut rows: Vec<&mut [f32]> = normed[..c.rows.len() * e].chunks_exact_mut(e).collect();
-            pool.for_each_mut(&mut rows, |i, row| make(i, row));
-        }
-        input.reshape(c.rows.len(), e);
-        input.fill(kernel, pool, |i, row| {
-            if by_row {
-                row.copy_from_slice(&normed[i * e..][..e]);
-            } else {
-                make(i, row);
             }
             bad.check(row, c.rows.start + i);
         });
@@ -401,6 +378,28 @@ impl<'a, K: Kernel> Run<'a, K> {
             }
         });
     }
+}
+
+/// After the last position hands a recurrent layer's memory over, as far as the sink takes it: the convolution's history and
+/// the state. Returns the milliseconds that the sink took.
+fn put_state(
+    sink: &mut dyn KvSink,
+    c: &Command,
+    n_tokens: usize,
+    history: &History,
+    state: &[f32],
+) -> Result<f64, Error> {
+    if c.rows.end < n_tokens {
+        return Ok(0.0);
+    }
+    let (started, layer) = (Instant::now(), c.layer as u32);
+    for (part, row) in [(Part::R, &*history.to_cell()), (Part::S, state)] {
+        let last = sink.wants(layer, part);
+        if !last.is_empty() {
+            sink.put_rows(layer, part, last, row)?;
+        }
+    }
+    Ok(ms(started.elapsed()))
 }
 
 /// The first position at which something was not finite. Rounding to integers would hide it.

@@ -1,7 +1,6 @@
 //! The steps of the gated short convolution.
 
-use super::delta::put_state;
-use super::{Bad, Host, Stage, ms};
+use super::{Bad, Host, Stage, put_state};
 use crate::layer::shortconv::{self as kind, ShortConvOp};
 use crate::model::Model;
 use crate::plan::Command;
@@ -10,7 +9,6 @@ use crate::{Error, KvSink};
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::recurrent::conv::History;
 use npu_kernels::host::{Kernel, Slab};
-use std::time::Instant;
 
 /// Buffers. Row-major, one row per position of the chunk.
 pub(super) struct Room {
@@ -70,11 +68,7 @@ impl Room {
                 self.x[..m * e].iter_mut().zip(self.before.iter()).for_each(|(x, b)| *x *= b);
                 let out = &mut self.mixed[..m * e];
                 w.conv.run(host.kernel, host.pool, &self.x[..m * e], history, false, out);
-                if c.rows.end == self.n_tokens {
-                    let started = Instant::now();
-                    put_state(sink, c, &history.to_cell(), &[])?;
-                    return Ok(ms(started.elapsed()));
-                }
+                return put_state(sink, c, self.n_tokens, history, &[]);
             }
             ShortConvOp::Out { n } => {
                 let (mixed, after, bad) = (&self.mixed, &self.after, Bad::default());

@@ -6,6 +6,7 @@ use crate::plan::Op;
 use crate::spec::{Common, Keys, MAX_WIDTH, Spec};
 use crate::weights::{Linear, Loader};
 use npu_kernels::WeightType;
+use npu_kernels::host::recurrent::gates;
 use npu_kernels::host::rowops::Xielu;
 
 /// One layer's numbers.
@@ -93,9 +94,12 @@ fn xielu(c: &Common<'_>) -> Result<Vec<Xielu>, Error> {
         all.ok_or_else(|| keys.wrong(name, "no such key", "a number, or one per layer"))
     };
     let (n, p, beta, eps) = (read("alpha_n")?, read("alpha_p")?, read("beta")?, read("eps")?);
-    let softplus = |x: f32| if x > 20.0 { x } else { x.exp().ln_1p() };
-    let layer =
-        |i: usize| Xielu { alpha_n: beta[i] + softplus(n[i]), alpha_p: softplus(p[i]), beta: beta[i], eps: eps[i] };
+    let layer = |i: usize| Xielu {
+        alpha_n: beta[i] + gates::softplus(n[i]),
+        alpha_p: gates::softplus(p[i]),
+        beta: beta[i],
+        eps: eps[i],
+    };
     Ok((0..c.n_layer as usize).map(layer).collect())
 }
 

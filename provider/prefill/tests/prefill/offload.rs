@@ -98,6 +98,23 @@ fn a_device_computes_the_same_within_int8_for_every_architecture_and_chunk() {
     }
 }
 
+/// Queries on a kernel of 96 rows, keys and values on one of 128: blocks of the two begin at different rows.
+#[test]
+fn kernels_of_different_heights_compute_every_row() {
+    let t = tiny("llama");
+    let mut kernels = [64, 32].map(|n| Spec::int8(&format!("i8 128 x {n}"), "", 128, n));
+    kernels[0].m = 96;
+    let fake = Fake::new(Catalogue::new(kernels.into()).unwrap(), Pool::new(1).unwrap());
+    let device = offload(&t, fake);
+    let got = state(&t, 512, Some(&device));
+    let usage = device.lock().unwrap().usage().clone();
+    // Queries, keys, values, output and down of two layers, and keys and values of the third at once: two blocks each. Gate and
+    // up are too wide for both kernels.
+    assert_eq!((usage.on_device, usage.on_host, usage.launches), (2 * 5 + 2, 2 * 2, 2 * (2 * 5 + 1)), "{usage:?}");
+    let error = worst(&got, &state(&t, 512, None));
+    assert!(error > 1e-4 && error < INT8_REL, "{error:e}");
+}
+
 #[test]
 fn a_device_that_fails_costs_time_and_not_the_result() {
     let t = tiny("llama");

@@ -211,6 +211,11 @@ fn what_is_not_finite_is_found_where_it_arises() {
     gate[77] = f32::INFINITY;
     let w = replace(&t.writer(), "blk.1.ffn_gate.weight", &gate);
     check_not_finite(&w, 1, 0);
+
+    let mut query = t.gguf().tensor("blk.1.attn_q.weight").unwrap().to_f32().unwrap();
+    query[77] = -f32::NAN;
+    let w = replace(&t.writer(), "blk.1.attn_q.weight", &query);
+    check_not_finite(&w, 1, 0);
 }
 
 fn replace(w: &gguf::write::Writer, name: &str, values: &[f32]) -> gguf::write::Writer {
