@@ -7,7 +7,7 @@
 
 use serde::Serialize;
 
-use crate::client::Completion;
+use crate::client::{Completion, Step};
 
 /// How one reply's text and first token stand to the control's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -28,18 +28,23 @@ pub struct Reply {
     pub agreed: usize,
     /// Tokens compared.
     pub of: usize,
-    /// Where it departs: the same measure as `gap1`.
+    /// Where it departs: the same measure as `gap1`; NaN where that is within a character.
     pub gap: f64,
 }
 
 /// Compares a reply with the control's.
 pub fn compare(control: &Completion, other: &Completion) -> Reply {
-    let agreed = control.steps.iter().zip(&other.steps).take_while(|(a, b)| a.id == b.id).count();
+    let same = |(a, b): &(&Step, &Step)| a.id == b.id && a.text == b.text;
+    let agreed = control.steps.iter().zip(&other.steps).take_while(same).count();
     // A reply that was cut at its departure has one step more than agreed. One that was not, and agrees as far as it goes, may
     // lack a last step or two: a server may end it within a character.
     let ended = !other.cut && agreed == other.steps.len() && control.steps.len() - agreed <= 4;
     let of = if ended { agreed } else { control.steps.len() };
+    // Where tokens come before that a server tells nothing of, the texts may have parted there, and what is told of the step
+    // is then said of two different texts.
+    let parted = |a: &Step, b: &Step| !same(&(a, b)) && (a.completes || b.completes);
     let gap_at = |i: usize| match (control.steps.get(i), other.steps.get(i)) {
+        (Some(a), Some(b)) if parted(a, b) => f64::NAN,
         (Some(a), Some(b)) if a.id != b.id => {
             let theirs = a.top.iter().find(|t| t.0 == b.id).map(|t| t.1);
             theirs.map_or(f64::INFINITY, |t| (logprob_of(&a.top, a.id).unwrap_or(a.logprob) - t).abs())
@@ -47,11 +52,13 @@ pub fn compare(control: &Completion, other: &Completion) -> Reply {
         _ => 0.0,
     };
     // Up to the departure both servers have read the same text, so each step compares the same question.
-    let compared = control.steps.iter().zip(&other.steps).take(agreed + 1);
-    let kl_steps = compared.len();
+    let compared = control.steps.iter().zip(&other.steps).take(agreed + 1).filter(|(a, b)| !parted(a, b));
+    let kl_steps = compared.clone().count();
     let kl_text = compared.map(|(a, b)| divergence(&a.top, &b.top)).sum();
+    // Without a first token to compare, a reply says nothing.
+    let of = if kl_steps == 0 { 0 } else { of };
     let (kl, dlogp) = match (control.steps.first(), other.steps.first()) {
-        (Some(a), Some(b)) => (divergence(&a.top, &b.top), largest_difference(&a.top, &b.top)),
+        (Some(a), Some(b)) if of > 0 => (divergence(&a.top, &b.top), largest_difference(&a.top, &b.top)),
         _ => (f64::NAN, f64::NAN),
     };
     let top1 = control.steps.first().map(|s| s.id) == other.steps.first().map(|s| s.id);
@@ -139,10 +146,16 @@ impl Spread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::client::Step;
 
     fn reply(ids: &[i32]) -> Completion {
-        let steps = ids.iter().map(|&id| Step { id, logprob: -0.1, top: vec![(id, -0.1), (id + 1, -2.5)] }).collect();
+        let step = |&id: &i32| Step {
+            id,
+            logprob: -0.1,
+            top: vec![(id, -0.1), (id + 1, -2.5)],
+            text: id.to_string(),
+            completes: false,
+        };
+        let steps = ids.iter().map(step).collect();
         Completion { steps, text: String::new(), prompt_n: Some(1), cache_n: Some(9), prompt_ms: Some(1.0), cut: true }
     }
 
@@ -175,5 +188,30 @@ mod tests {
         assert_eq!(same.kl_text, 0.0);
         assert!((s.kl_mean - (b.kl_text + c.kl_text) / 8.0).abs() < 1e-12 && b.kl_text > 0.0);
         assert_eq!(s.agreed_mean, 2.0);
+    }
+
+    /// Two emoji whose last bytes are one token or two, after tokens that a server does not tell.
+    #[test]
+    fn a_departure_within_a_character_is_one_and_has_no_divergence() {
+        let with = |id: i32, text: &str| {
+            let mut r = reply(&[5, id, 8]);
+            (r.steps[1].text, r.steps[1].completes) = (text.to_owned(), true);
+            r
+        };
+        let control = with(6, "\u{1f600}");
+        let same = compare(&control, &with(6, "\u{1f600}"));
+        assert_eq!((same.agreed, same.of, same.kl_steps), (3, 3, 3));
+        for other in [with(6, "\u{1f340}"), with(7, "\u{1f601}")] {
+            let r = compare(&control, &other);
+            assert_eq!((r.agreed, r.of, r.kl_steps, r.kl_text, r.top1), (1, 3, 1, 0.0, true));
+            assert!(r.gap.is_nan());
+        }
+        // As the first that is told: nothing to compare.
+        let (mut a, mut b) = (with(6, "\u{1f600}"), with(7, "\u{1f601}"));
+        a.steps.remove(0);
+        b.steps.remove(0);
+        let r = compare(&a, &b);
+        assert_eq!((r.agreed, r.of, r.kl_steps), (0, 0, 0));
+        assert_eq!(Spread::of(&[r]).n, 0);
     }
 }

@@ -32,6 +32,10 @@ pub struct Step {
     pub logprob: f64,
     /// The most probable tokens with their log probabilities, best first.
     pub top: Vec<(i32, f64)>,
+    /// The text that came with it: its own and, where it ends a character that other tokens began, theirs.
+    pub text: String,
+    /// There are such tokens before it. The server tells nothing of them but their part of the text.
+    pub completes: bool,
 }
 
 /// A reply to a completion.
@@ -180,11 +184,12 @@ impl Client {
             if !error.is_null() {
                 bail!("POST /completion: {error}");
             }
-            out.text.push_str(chunk["content"].as_str().unwrap_or(""));
+            let text = chunk["content"].as_str().unwrap_or("");
+            out.text.push_str(text);
             out.add_timings(&chunk);
             for probs in chunk["completion_probabilities"].as_array().into_iter().flatten() {
                 // n_predict 0 still reports the token it would have generated.
-                let Some(step) = step(probs).filter(|_| ask.n_predict > 0) else { continue };
+                let Some(step) = step(probs, text).filter(|_| ask.n_predict > 0) else { continue };
                 let more = go_on(&step);
                 out.steps.push(step);
                 if !more {
@@ -262,12 +267,13 @@ impl Completion {
     }
 }
 
-fn step(probs: &Value) -> Option<Step> {
+fn step(probs: &Value, text: &str) -> Option<Step> {
     let pair = |v: &Value| Some((v["id"].as_i64()? as i32, v["logprob"].as_f64()?));
     let (id, logprob) = pair(probs)?;
     let mut top: Vec<_> = probs["top_logprobs"].as_array()?.iter().filter_map(pair).collect();
     top.sort_by(|a: &(i32, f64), b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-    Some(Step { id, logprob, top })
+    let own = probs["bytes"].as_array().map_or(text.len(), Vec::len);
+    Some(Step { id, logprob, top, text: text.to_owned(), completes: text.len() > own })
 }
 
 fn slot_reply(reply: &Value, tokens: &str, bytes: &str, ms: &str) -> Result<SlotReply> {

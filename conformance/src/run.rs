@@ -384,14 +384,12 @@ impl<'a> Runner<'a> {
                 .shape
                 .parse(&bytes)
                 .map_err(anyhow::Error::from)
-                .and_then(|s| check::distances(&server_state, &s, &self.shape))
+                .and_then(|s| Ok((check::distances(&server_state, &s, &self.shape)?.0, s)))
             {
-                Ok((d, _)) => {
+                Ok((d, state)) => {
                     p.distances = d;
                     if report.heat.is_none() && r.ids.len() == longest {
-                        let grid = State::parse(&bytes)
-                            .map_err(anyhow::Error::from)
-                            .and_then(|s| Grid::of(&server_state, &s, &self.shape, tokens.len()));
+                        let grid = Grid::of(&server_state, &state, &self.shape, tokens.len());
                         report.heat = grid.ok().map(|g| Heat::new(&r.name, tokens.len(), &g, &r.noise_grid));
                     }
                     p.failed = check::judge(&d, self.shape.weights, [self.case.type_k, self.case.type_v], &worst_noise);
@@ -668,7 +666,10 @@ impl<'a> Runner<'a> {
                     p.prompt, reply.gap1
                 ));
             }
-            if self.shape.weights == Weights::F32 && reply.agreed < reply.of && reply.gap > spread {
+            if self.shape.weights == Weights::F32
+                && reply.agreed < reply.of
+                && (reply.gap.is_nan() || reply.gap > spread)
+            {
                 fail(format!(
                     "{}: the text departs at token {} where the control's two tokens are {:.4} apart (its spread is {spread:.4})",
                     p.prompt, reply.agreed, reply.gap
