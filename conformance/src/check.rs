@@ -38,8 +38,7 @@ pub fn structure(bytes: &[u8], server: &State, want: &Want<'_>) -> Vec<String> {
     };
     let mut wrong: Vec<String> =
         faults::check_bytes(bytes, &expect).iter().map(|f| format!("{}: {f}", f.name())).collect();
-    let latent = !want.spec.sections.is_empty() && want.spec.sections.iter().all(|s| s.k_only());
-    match if latent { State::parse_latent(bytes) } else { State::parse(bytes) } {
+    match State::parse_any(bytes) {
         Ok(state) => {
             if state.write() != bytes {
                 wrong.push("reading and writing the file again gives other bytes".into());

@@ -422,7 +422,7 @@ fn run_hostile(json: Option<PathBuf>) -> Result<bool> {
 fn compare(a: &std::path::Path, b: &std::path::Path) -> Result<bool> {
     let read = |p: &std::path::Path| -> Result<kvlayout::State> {
         let bytes = std::fs::read(p).with_context(|| format!("reading {}", p.display()))?;
-        kvlayout::State::parse(&bytes).with_context(|| p.display().to_string())
+        kvlayout::State::parse_any(&bytes).with_context(|| p.display().to_string())
     };
     let (a, b) = (read(a)?, read(b)?);
     let structure = kvlayout::compare::structure(&a, &b);

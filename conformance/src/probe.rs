@@ -67,9 +67,8 @@ impl Probe {
         if probe.attn_rot.is_none() && (probe.type_k.is_quantised() || probe.type_v.is_quantised()) {
             let model = props["model_path"].as_str().map(PathBuf::from);
             let found = match model {
-                Some(model) => {
-                    provider().and_then(|provider| rotation(&probe, &State::parse(&bytes)?, *first, &provider, &model))
-                }
+                Some(model) => provider()
+                    .and_then(|provider| rotation(&probe, &State::parse_any(&bytes)?, *first, &provider, &model)),
                 None => Err(anyhow::anyhow!("/props does not tell model_path")),
             };
             match found {
@@ -82,22 +81,24 @@ impl Probe {
 
     /// The same from a saved file.
     pub fn from_file(bytes: &[u8], n_ctx: u32) -> Result<Probe> {
-        let state = State::parse(bytes).context("the file the server saved")?;
+        let state = State::parse_any(bytes).context("the file the server saved")?;
         let Some(Section::Kv(kv)) = state.sections.iter().find(|s| matches!(s, Section::Kv(kv) if has_rows(kv))) else {
             bail!("the server's file holds no attention cache: its model's memory is of a kind that is not supported");
         };
         let Some(stream) = kv.streams.iter().find(|s| !s.k.is_empty()) else {
             bail!("the server's file holds no keys")
         };
-        let (Some(k), Some(v)) = (stream.k.first(), stream.v.first()) else {
-            bail!("the server's file holds no values: its model's memory is of a kind that is not supported");
+        let Some(k) = stream.k.first() else {
+            bail!("the server's file holds no keys: its model's memory is of a kind that is not supported");
         };
+        // Latent attention keeps no values.
+        let type_v = stream.v.first().map_or(k.ty, |v| v.ty);
         Ok(Probe {
             version: state.version,
             type_k: k.ty,
-            type_v: v.ty,
+            type_v,
             flash_attn: !stream.v_trans,
-            attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || v.ty.is_quantised()).map(|n| n != (0, 0)),
+            attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || type_v.is_quantised()).map(|n| n != (0, 0)),
             rotation_unknown: None,
             n_ctx,
             n_stream: u32::try_from(kv.streams.len())?,
@@ -155,7 +156,7 @@ fn rotation(probe: &Probe, server: &State, token: i32, provider: &Path, model: &
     if let Produced::Skipped(why) = provider.produce(&job, &out)? {
         bail!("{why}");
     }
-    let mut plain = State::parse(&fs::read(&out).with_context(|| format!("reading {}", out.display()))?)?;
+    let mut plain = State::parse_any(&fs::read(&out).with_context(|| format!("reading {}", out.display()))?)?;
     check::tell_rotation(&mut plain, &shape.kv_spec(&exact));
     // Of the first layer, where nothing has been read from a cache yet.
     let part = if probe.type_k.is_quantised() { Part::K } else { Part::V };

@@ -105,7 +105,7 @@ pub fn measure(r: &Routes, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>> {
         let started = Server::start(build, &options, &dir.0.join("server.log"))?;
         started.client.prefill(&[1], 0)?;
         started.client.save(0, "probe.bin")?;
-        version = State::parse(&fs::read(slots.join("probe.bin"))?)?.version;
+        version = State::parse_any(&fs::read(slots.join("probe.bin"))?)?.version;
         server = Some(started);
     }
 

@@ -199,8 +199,7 @@ pub fn same(file: &[u8], shared: &[u8], whole: bool) -> Result<()> {
     if file == shared {
         return Ok(());
     }
-    let parse = |bytes| State::parse(bytes).or_else(|e| State::parse_latent(bytes).map_err(|_| e));
-    let (a, b) = (parse(file)?, parse(shared)?);
+    let (a, b) = (State::parse_any(file)?, State::parse_any(shared)?);
     let tensors = a.tensors();
     ensure!(tensors == b.tensors(), "the file has {} tensors, the memory {}", tensors.len(), b.tensors().len());
     let (mut first, mut rows) = (None, 0);

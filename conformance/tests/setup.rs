@@ -64,6 +64,9 @@ fn the_configuration_is_what_the_server_is_and_the_handoff_works() {
         ("v4", "tiny-llama-f32", (|_| ()) as fn(&mut ServerOptions)),
         ("v2", "tiny-qwen3-f16", |o| (o.type_k, o.type_v) = (CacheType::Bf16, CacheType::F32)),
         ("v3", "tiny-llama-f32", |o| o.flash_attn = false),
+        // Without values in its cache, and with a recurrent memory beside it.
+        ("v4", "arch-deepseek2", |_| ()),
+        ("v4", "arch-qwen35", |_| ()),
     ] {
         let scene = Scene::new(model, pin, change);
         let output = scene.command().output().unwrap();

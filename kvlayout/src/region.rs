@@ -398,11 +398,6 @@ impl<'a> Regions<'a> {
         Ok(Regions { regions, guard })
     }
 
-    /// A handle that tells whether anything has been written.
-    pub fn touched_handle(&self) -> Touched {
-        self.guard.touched()
-    }
-
     /// Number of regions.
     pub fn count(&self) -> usize {
         self.regions.len()

@@ -485,6 +485,12 @@ impl State {
         Self::parse_as(bytes, &Shape { cell_ext: false, sections: vec![SectionShape::Kv(kv)] })
     }
 
+    /// [`parse`](Self::parse), and where that fails [`parse_latent`](Self::parse_latent): for who does not know the model. The
+    /// error is that of the first.
+    pub fn parse_any(bytes: &[u8]) -> Result<State, ParseError> {
+        Self::parse(bytes).or_else(|e| Self::parse_latent(bytes).ok().filter(|s| s.trailing.is_empty()).ok_or(e))
+    }
+
     /// Takes a file apart that has a known shape: the first field that is not as the shape says is the error. Bytes
     /// left over are in [`trailing`](Self::trailing).
     pub fn parse_as(bytes: &[u8], shape: &Shape) -> Result<State, ParseError> {

@@ -21,8 +21,7 @@ const LISTED: usize = 20;
 pub fn run(a: &Path, b: &Path, as_json: bool) -> Result<()> {
     let parse = |path: &Path| {
         let data = read_state(path)?;
-        let state = State::parse(&data).or_else(|e| State::parse_latent(&data).map_err(|_| e));
-        state.map_err(|e| exit::parse_error(e).context(path.display().to_string()))
+        State::parse_any(&data).map_err(|e| exit::parse_error(e).context(path.display().to_string()))
     };
     let (sa, sb) = (parse(a)?, parse(b)?);
     let structure = compare::structure(&sa, &sb);

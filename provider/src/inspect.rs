@@ -162,9 +162,7 @@ fn value_json(value: &Value<'_>) -> Json {
 fn state(path: &Path, as_json: bool) -> Result<()> {
     let about = |e: Error| e.context(path.display().to_string());
     let data = read_state(path)?;
-    let state = State::parse(&data)
-        .or_else(|e| State::parse_latent(&data).map_err(|_| e))
-        .map_err(|e| about(exit::parse_error(e)))?;
+    let state = State::parse_any(&data).map_err(|e| about(exit::parse_error(e)))?;
     let faults = faults::check(&state, &Expect::default());
     print(&if as_json { state_json(&data, &state, &faults) } else { state_text(path, &data, &state, &faults) });
     match faults.len() {

@@ -183,7 +183,7 @@ fn look(server: &Server, files: &Files, id: i32, window: bool, n_ctx: u32) -> Re
 impl Seen {
     fn from_file(bytes: &[u8], window: bool, n_ctx: u32) -> Result<Seen> {
         let about = |e: Error| e.context("the file that the server saved");
-        let state = State::parse(bytes).map_err(|e| about(exit::parse_error(e)))?;
+        let state = State::parse_any(bytes).map_err(|e| about(exit::parse_error(e)))?;
         let stream = state.sections.iter().find_map(|s| match s {
             Section::Kv(kv) => Some((kv, kv.streams.iter().find(|s| !s.k.is_empty())?)),
             _ => None,
@@ -194,15 +194,17 @@ impl Seen {
                 "no attention cache in it: its memory is of another kind",
             )));
         };
-        let (Some(k), Some(v)) = (stream.k.first(), stream.v.first()) else {
-            return Err(about(Error::new(Kind::Unavailable, "no values in it: its memory is of another kind")));
+        let Some(k) = stream.k.first() else {
+            return Err(about(Error::new(Kind::Unavailable, "no keys in it: its memory is of another kind")));
         };
+        // Latent attention keeps no values.
+        let type_v = stream.v.first().map_or(k.ty, |v| v.ty);
         Ok(Seen {
             version: state.version,
             type_k: k.ty,
-            type_v: v.ty,
+            type_v,
             flash_attn: !stream.v_trans,
-            attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || v.ty.is_quantised()).map(|n| n != (0, 0)),
+            attn_rot: stream.n_rot.filter(|_| k.ty.is_quantised() || type_v.is_quantised()).map(|n| n != (0, 0)),
             n_stream: kv.streams.len(),
             n_ctx,
             window,

@@ -38,7 +38,7 @@ pub fn state_of(gguf: &gguf::Gguf, tokens: &[u32], options: &Options) -> State {
     let mut sink = Box::new(Scatter::new(map, MemSpace::new(&mut bytes, size).unwrap()).unwrap());
     run(&model, tokens, options, &mut *sink, &mut Quiet).expect("a run");
     sink.commit().expect("every row was handed over");
-    State::parse(&bytes).or_else(|_| State::parse_latent(&bytes)).expect("a state")
+    State::parse_any(&bytes).expect("a state")
 }
 
 pub fn tokens(n: usize) -> Vec<u32> {
