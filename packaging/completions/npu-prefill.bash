@@ -95,7 +95,7 @@ _npu__prefill() {
 
     case "${cmd}" in
         npu__prefill)
-            opts="-m -c -t -h -V --tokens --out --model --layout --fds --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --threads --chunk --isa --elfs --device --min-tokens --max-memory --deadline --help --version inspect compare plan layout doctor selftest models setup environment completions man help"
+            opts="-m -c -t -h -V --tokens --out --model --layout --fds --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --chunk --isa --threads --elfs --device --min-tokens --max-memory --deadline --help --version inspect compare plan layout doctor selftest models setup environment completions man help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -161,19 +161,19 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
-                --threads)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                -t)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
                 --chunk)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 --isa)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --threads)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -t)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
@@ -233,7 +233,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__doctor)
-            opts="-t -h --json --threads --chunk --isa --elfs --device --help"
+            opts="-t -h --json --threads --elfs --device --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -244,14 +244,6 @@ _npu__prefill() {
                     return 0
                     ;;
                 -t)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --chunk)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --isa)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
@@ -571,7 +563,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__plan)
-            opts="-m -n -c -t -h --model --n-tokens --explain --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --threads --chunk --isa --elfs --device --help"
+            opts="-m -n -c -t -h --model --n-tokens --explain --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --chunk --isa --threads --elfs --device --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -629,19 +621,19 @@ _npu__prefill() {
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
-                --threads)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                -t)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
                 --chunk)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
                 --isa)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --threads)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                -t)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
@@ -661,7 +653,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__selftest)
-            opts="-t -h --json --threads --chunk --isa --elfs --device --help"
+            opts="-t -h --json --threads --elfs --device --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -672,14 +664,6 @@ _npu__prefill() {
                     return 0
                     ;;
                 -t)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --chunk)
-                    COMPREPLY=($(compgen -f "${cur}"))
-                    return 0
-                    ;;
-                --isa)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;

@@ -1,6 +1,6 @@
 # Print an optspec for argparse to handle cmd's options that are independent of any subcommand.
 function __fish_npu_prefill_global_optspecs
-    string join \n tokens= out= m/model= layout= fds= state-version= c/ctx-size= cache-type-k= cache-type-v= flash-attn= attn-rot= swa-full n-stream= config= t/threads= chunk= isa= elfs= device= min-tokens= max-memory= deadline= h/help V/version
+    string join \n tokens= out= m/model= layout= fds= state-version= c/ctx-size= cache-type-k= cache-type-v= flash-attn= attn-rot= swa-full n-stream= config= chunk= isa= t/threads= elfs= device= min-tokens= max-memory= deadline= h/help V/version
 end
 
 function __fish_npu_prefill_needs_command
@@ -37,9 +37,9 @@ complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l flash-attn -d '
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l attn-rot -d 'Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
-complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l elfs -d 'Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l device -d 'Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU\'s double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]' -r -f -a "auto\t'The best there is'
 cpu\t'The host'
@@ -78,9 +78,9 @@ complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l flash-a
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l attn-rot -d 'Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
-complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l elfs -d 'Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l device -d 'Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU\'s double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]' -r -f -a "auto\t'The best there is'
 cpu\t'The host'
@@ -104,8 +104,6 @@ complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l json 
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l swa-full -d 'The decoder keeps all positions of sliding-window layers [env: LLAMA_ARG_SWA_FULL]'
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -s h -l help -d 'Print help'
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
-complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
-complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -l elfs -d 'Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -l device -d 'Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU\'s double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]' -r -f -a "auto\t'The best there is'
 cpu\t'The host'
@@ -115,8 +113,6 @@ sim\t'The double of an NPU'"
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -l json -d 'Print JSON'
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand doctor" -s h -l help -d 'Print help'
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
-complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
-complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l elfs -d 'Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l device -d 'Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU\'s double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]' -r -f -a "auto\t'The best there is'
 cpu\t'The host'

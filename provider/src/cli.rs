@@ -169,15 +169,23 @@ pub struct DecoderArgs {
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "Computing")]
 pub struct ComputeArgs {
-    /// Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]
-    #[arg(short, long, value_name = "N", allow_negative_numbers = true, overrides_with = "threads")]
-    pub threads: Option<i64>,
     /// Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]
     #[arg(long, value_name = "N", value_parser = chunk, overrides_with = "chunk")]
     pub chunk: Option<usize>,
     /// Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]
     #[arg(long, value_name = "NAME", overrides_with = "isa")]
     pub isa: Option<String>,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// Who computes.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Computing")]
+pub struct DeviceArgs {
+    /// Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]
+    #[arg(short, long, value_name = "N", allow_negative_numbers = true, overrides_with = "threads")]
+    pub threads: Option<i64>,
     /// Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]
     #[arg(long, value_name = "DIR", overrides_with = "elfs")]
     pub elfs: Option<PathBuf>,
@@ -232,7 +240,7 @@ pub struct DoctorArgs {
     #[arg(long)]
     pub json: bool,
     #[command(flatten)]
-    pub compute: ComputeArgs,
+    pub device: DeviceArgs,
 }
 
 /// The options of `layout`.
@@ -451,7 +459,7 @@ mod tests {
         assert_eq!(cli.decoder.cache_type_k.unwrap().to_string(), "bf16");
         assert_eq!(cli.decoder.cache_type_v.unwrap().to_string(), "f32");
         assert_eq!(cli.decoder.flash_attn, Some(FlashAttn::Off));
-        assert_eq!((cli.decoder.ctx_size, cli.compute.threads), (Some(8192), Some(3)));
+        assert_eq!((cli.decoder.ctx_size, cli.compute.device.threads), (Some(8192), Some(3)));
         for (text, want) in [
             ("-fa on", FlashAttn::On),
             ("-fa 1", FlashAttn::On),

@@ -54,7 +54,7 @@ fn line(check: &'static str, result: Result<String, String>) -> Line {
 /// The NPU cannot be used: the report is printed all the same.
 pub fn run(args: &DoctorArgs) -> Result<()> {
     let mut notes = Vec::new();
-    let compute = Compute::new(&args.compute, &mut notes)?;
+    let compute = Compute::of_device(&args.device, &mut notes)?;
     notes.iter().for_each(say);
     let mut checks = vec![system()];
     match npu::node() {

@@ -60,8 +60,17 @@ variables! {
 }
 
 /// Those that say what the decoder's memory is like, as the configuration does.
-pub const OF_THE_DECODER: &[&Variable] =
-    &[&CTX_SIZE, &CACHE_TYPE_K, &CACHE_TYPE_V, &FLASH_ATTN, &SWA_FULL, &STATE_VERSION, &N_STREAM];
+pub const OF_THE_DECODER: &[&Variable] = &[
+    &CTX_SIZE,
+    &CACHE_TYPE_K,
+    &CACHE_TYPE_V,
+    &FLASH_ATTN,
+    &SWA_FULL,
+    &STATE_VERSION,
+    &N_STREAM,
+    &ATTN_ROT,
+    &ATTN_ROT_DISABLE,
+];
 
 impl Variable {
     /// Its value, `None` when unset or empty.

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use kvlayout::{CacheType, Inherited};
 
-use crate::cli::{AttnRot, ComputeArgs, DecoderArgs, Device, FlashAttn, Handoff, VersionChoice, chunk, seconds, size};
+use crate::cli::{
+    AttnRot, ComputeArgs, DecoderArgs, Device, DeviceArgs, FlashAttn, Handoff, VersionChoice, chunk, seconds, size,
+};
 use crate::config::{self, Config};
 use crate::env::{self, Variable};
 use crate::exit::{Error, Kind, Result, inherit_error};
@@ -233,6 +235,11 @@ impl Decoder {
 }
 
 impl Compute {
+    /// [`Compute::new`] where only the device matters.
+    pub fn of_device(args: &DeviceArgs, notes: &mut Vec<String>) -> Result<Compute> {
+        Compute::new(&ComputeArgs { device: args.clone(), ..ComputeArgs::default() }, notes)
+    }
+
     /// From the flags and the environment; what was adjusted is noted.
     ///
     /// # Errors
@@ -240,7 +247,7 @@ impl Compute {
     pub fn new(args: &ComputeArgs, notes: &mut Vec<String>) -> Result<Compute> {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         // The variable is shared with the server, which takes 0 and -1 for its default; a typed 0 is a mistake.
-        let typed = match args.threads {
+        let typed = match args.device.threads {
             Some(n) if n == 0 || n < -1 => {
                 return Err(usage(format!("--threads {n}: at least 1, or -1 for the default")));
             }
@@ -260,7 +267,7 @@ impl Compute {
             <Device as clap::ValueEnum>::from_str(s, false)
                 .map_err(|_| "it is auto, cpu, npu, oracle or sim".to_owned())
         })?;
-        let elfs = pick(args.elfs.clone(), env::ELFS.get().map(PathBuf::from), None, &env::ELFS);
+        let elfs = pick(args.device.elfs.clone(), env::ELFS.get().map(PathBuf::from), None, &env::ELFS);
         if let Some((dir, by)) = &elfs {
             let wrong = |what: String| Error::new(Kind::Config, format!("{by} {}: {what}", dir.display()));
             match std::fs::metadata(dir) {
@@ -273,7 +280,7 @@ impl Compute {
             threads,
             chunk: args.chunk.or(env::CHUNK.parse(chunk)?),
             isa: args.isa.clone().or(env::ISA.parse(|s| Ok(s.to_owned()))?).filter(|s| s != "auto"),
-            device: args.device.or(device).unwrap_or(Device::Auto),
+            device: args.device.device.or(device).unwrap_or(Device::Auto),
             elfs: elfs.map(|(dir, _)| dir),
         })
     }

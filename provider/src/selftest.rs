@@ -32,7 +32,7 @@ const TOKENS: usize = 150;
 /// There is nothing to test, or something is wrong; the report says what.
 pub fn run(args: &DoctorArgs) -> Result<()> {
     let mut notes = Vec::new();
-    let compute = Compute::new(&args.compute, &mut notes)?;
+    let compute = Compute::of_device(&args.device, &mut notes)?;
     notes.iter().for_each(say);
     let Some(dir) = &compute.elfs else {
         let text = "no directory of kernels is given (--elfs, ONEBIT_HYBRID_ELFS); npu-prefill doctor says what else is missing";

@@ -14,7 +14,7 @@ const HEAD: &str = "# Messages
 
 <!-- Written by `cargo xtask messages` from the source. Change the texts there, what to do in xtask/src/messages.rs, then run it again. -->
 
-Every message that `npu-prefill` and `conformance` can print, as it stands in the source; `…` is where a name, a number or another
+Every message that `npu-prefill`, `npu-kernel` and `conformance` can print, as it stands in the source; `…` is where a name, a number or another
 message goes. A number in brackets is the exit code where the message has one of its own ([exit codes](exit-codes.md)); a message
 without one gets that of what it is a part of. Whatever a message says, the decoder can always compute the prompt itself.
 

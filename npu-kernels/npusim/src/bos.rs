@@ -54,6 +54,11 @@ impl Bos {
         Bos { all: BTreeMap::new(), next: 1, shadows, mute: false, written: Vec::new() }
     }
 
+    /// None, in a memory of the same kind.
+    pub fn anew(&self) -> Bos {
+        Bos::new(self.shadows)
+    }
+
     pub fn get(&mut self, handle: u32) -> io::Result<&mut Bo> {
         self.all.get_mut(&handle).ok_or_else(|| errno(libc::ENOENT))
     }

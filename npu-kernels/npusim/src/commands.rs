@@ -58,7 +58,7 @@ fn set_state(bos: &mut Bos, handle: u32, state: State) -> io::Result<()> {
     bos.poke(handle, 0, &head.to_le_bytes())
 }
 
-/// Carries out the packet in `handle`, and says in it how that went, unless `silent`: then it stays as it is.
+/// Carries out the packet in `handle`, and says in it how that went.
 pub fn execute(
     bos: &mut Bos,
     context: &mut Context,

@@ -63,8 +63,6 @@ pub struct Usage {
     pub pack_ms: f64,
     /// Milliseconds that the host waited for launches with nothing else to do.
     pub wait_ms: f64,
-    /// Milliseconds of everything here.
-    pub total_ms: f64,
     /// Weights that were packed, and those that had been kept.
     pub packed: [u64; 2],
     /// What went wrong, one sentence each.
@@ -279,9 +277,7 @@ impl Offload {
             *count += parts.len() as u64;
             return parts;
         }
-        let started = Instant::now();
         let result = self.groups(pool, rows, k, &groups, &mut parts);
-        self.usage.total_ms += ms(started.elapsed());
         let covered = |i: usize| groups.iter().any(|(_, range)| range.contains(&i));
         let done = (0..parts.len()).filter(|i| covered(*i)).count() as u64;
         self.usage.on_host += parts.len() as u64 - done;
