@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use kvlayout::compare::{self, LayerError};
 use kvlayout::faults::{self, Expect};
-use kvlayout::{CacheType, KvSpec, Part, Section, State, StateVersion};
+use kvlayout::{CacheType, KvSpec, Part, Section, State, StateVersion, TokenForm};
 use serde::Serialize;
 
 use crate::shape::{Shape, Weights};
@@ -44,12 +44,29 @@ pub fn structure(bytes: &[u8], server: &State, want: &Want<'_>) -> Vec<String> {
                 wrong.push("reading and writing the file again gives other bytes".into());
             }
             wrong.extend(compare::structure(server, &like(&state, server)).iter().map(ToString::to_string));
+            if want.handoff {
+                wrong.extend(checkpoints(&state, want.spec));
+            }
         }
         // Said by the faults already.
         Err(_) if !wrong.is_empty() => {}
         Err(e) => wrong.push(e.to_string()),
     }
     wrong
+}
+
+/// What is wrong with the checkpoints of a handoff: each is the section of the sliding window once more.
+fn checkpoints(state: &State, spec: &KvSpec) -> Vec<String> {
+    let mut section = state.clone();
+    (section.form, section.tokens, section.appendix) = (TokenForm::Plain, Vec::new(), None);
+    section.sections =
+        spec.sections.iter().zip(&state.sections).filter(|(s, _)| s.window.is_some()).map(|(_, s)| s.clone()).collect();
+    // Behind magic, version and the number of tokens; before it, what a saved context begins with, and a sequence.
+    let want = [&0xaf14_3cd8_u32.to_le_bytes()[..], &[0; 4], &section.write()[12..]].concat();
+    let all = state.appendix.iter().flat_map(|a| &a.checkpoints).enumerate();
+    all.filter(|(_, c)| c.blobs[0] != want || !c.blobs[1].is_empty() || !c.blobs[2].is_empty())
+        .map(|(i, _)| format!("checkpoint {i} is not the window's section once more"))
+        .collect()
 }
 
 /// The state with what may differ from a server's own made the same: the form of the token list, the checkpoints at the end, and

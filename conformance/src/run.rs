@@ -113,6 +113,13 @@ pub struct PromptReport {
     pub notes: Vec<String>,
 }
 
+impl PromptReport {
+    /// Whether the server should use what is handed over.
+    fn reuses(&self) -> bool {
+        (self.want_prompt_n as usize) < self.n
+    }
+}
+
 /// What a case gave.
 #[derive(Debug, Clone, Serialize)]
 pub struct CaseReport {
@@ -138,7 +145,7 @@ pub struct CaseReport {
     pub small_batch: Spread,
     /// Controls with the other attention.
     pub other_attention: Spread,
-    /// Prompts of which exactly one token was evaluated.
+    /// Prompts of which as few tokens were evaluated as should be: one, or two after a checkpoint.
     pub reused: usize,
     /// Prompts that the server computes again whatever it is given, as it should.
     pub reprocessed: usize,
@@ -345,6 +352,7 @@ impl<'a> Runner<'a> {
         report.noise = worst_noise;
 
         let spec = self.shape.kv_spec(&cache);
+        let reads_checkpoints = self.shape.window.is_some() && self.reads_checkpoints(&references)?;
         let mut server = self.start("b", |o| o.cache_ram_mib = 8192)?;
         let longest = references.iter().map(|r| r.ids.len()).max().unwrap_or(0);
         for (r, (file, prefill_ms, notes, times)) in references.iter().zip(&produced) {
@@ -353,6 +361,7 @@ impl<'a> Runner<'a> {
             let server_bytes = fs::read(&r.file).with_context(|| format!("reading {}", r.file.display()))?;
             let server_state =
                 self.shape.parse(&server_bytes).with_context(|| format!("the server's own file of {}", r.name))?;
+            let parsed = self.shape.parse(&bytes);
             let want =
                 Want { tokens, version, spec: &spec, n_vocab: self.shape.n_vocab, n_ctx: self.case.n_ctx, handoff };
             let mut p = PromptReport {
@@ -365,7 +374,11 @@ impl<'a> Runner<'a> {
                 restored: 0,
                 restore_ms: 0.0,
                 prompt_n: 0,
-                want_prompt_n: self.want_prompt_n(tokens.len(), handoff),
+                want_prompt_n: self.want_prompt_n(
+                    tokens.len(),
+                    handoff,
+                    parsed.as_ref().ok().filter(|_| reads_checkpoints),
+                ),
                 cache_n: 0,
                 handed: None,
                 cold: Some(r.cold_reply),
@@ -380,9 +393,7 @@ impl<'a> Runner<'a> {
             for s in &p.structure {
                 report.reasons.push(format!("{}: structure: {s}", r.name));
             }
-            match self
-                .shape
-                .parse(&bytes)
+            match parsed
                 .map_err(anyhow::Error::from)
                 .and_then(|s| Ok((check::distances(&server_state, &s, &self.shape)?.0, s)))
             {
@@ -431,12 +442,31 @@ impl<'a> Runner<'a> {
         Ok(report)
     }
 
-    /// Evaluated tokens that a restore of `handed` cells should leave: one, or all of them where no file can help.
-    fn want_prompt_n(&self, handed: usize, window_plus_one: bool) -> u32 {
+    /// Whether the server reads checkpoints behind a state: those that do write them, but for the shortest prompts.
+    fn reads_checkpoints(&self, references: &[Reference]) -> Result<bool> {
+        for r in references {
+            let bytes = fs::read(&r.file).with_context(|| format!("reading {}", r.file.display()))?;
+            if self.shape.parse(&bytes)?.appendix.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Evaluated tokens that a restore of `handed` cells should leave: one; where a sliding window is not filled two, if there is
+    /// a checkpoint that the server reads, or all of them, since then no file can help.
+    fn want_prompt_n(&self, handed: usize, window_plus_one: bool, file: Option<&State>) -> u32 {
         let all = handed as u32 + 1;
         match self.shape.window {
             // Without a checkpoint the server wants the cells before the window's first, and short prompts have none.
-            Some(window) if !self.case.swa_full && (handed <= window || !window_plus_one) => all,
+            Some(window) if !self.case.swa_full && (handed <= window || !window_plus_one) => {
+                // The rule is the server's own: it goes on behind the first position of a checkpoint, or at its last, and takes
+                // one that begins at 0 for every prompt as long.
+                let checkpoints = file.iter().flat_map(|f| &f.appendix);
+                let mut usable = checkpoints.flat_map(|a| &a.checkpoints).rev();
+                let found = usable.find(|c| c.pos_min == 0 && c.pos_max <= handed as i32);
+                found.map_or(all, |c| all - (c.pos_max.max(1) as u32).min(c.n_tokens as u32).min(handed as u32))
+            }
             _ => 1,
         }
     }
@@ -578,7 +608,7 @@ impl<'a> Runner<'a> {
     /// handoffs and never twice for one file. That is tried once more, and noted: what a file is to blame for happens again.
     fn hand_over(&self, client: &Client, r: &Reference, file: &Path, p: &mut PromptReport) -> Result<()> {
         self.hand_over_once(client, r, file, p)?;
-        if p.want_prompt_n == 1 && p.cache_n == 0 {
+        if p.reuses() && p.cache_n == 0 {
             p.notes.push("the server restored the file and computed the whole prompt; tried once more".into());
             self.hand_over_once(client, r, file, p)?;
         }
@@ -598,7 +628,7 @@ impl<'a> Runner<'a> {
         );
         let ask = self.ask(&r.ids);
         // Where the server computes everything again, the reply is the cold one.
-        let against = if p.want_prompt_n == 1 { &r.control } else { &r.cold };
+        let against = if p.reuses() { &r.control } else { &r.cold };
         let reply = client.complete(&ask, until_departure(against))?;
         p.first_token_ms = reply.prompt_ms;
         let mut counts = reply.prompt_n.zip(reply.cache_n);
@@ -610,7 +640,7 @@ impl<'a> Runner<'a> {
         let (prompt_n, cache_n) = counts.context("the server does not say what it evaluated")?;
         (p.prompt_n, p.cache_n) = (prompt_n, cache_n);
         p.handed = Some(behaviour::compare(against, &reply));
-        if p.want_prompt_n != 1 {
+        if !p.reuses() {
             p.notes.push(format!("asserted: the server computes all {} tokens again, whatever the file", p.n));
         }
         client.erase(0)?;
@@ -621,7 +651,7 @@ impl<'a> Runner<'a> {
         let (mut handed, mut cold, mut small, mut attention) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for p in &report.prompts {
             let Some(reply) = p.handed else { continue };
-            if p.want_prompt_n != 1 {
+            if !p.reuses() {
                 // Compared with the cold reply, which it must equal: nothing of the file is used.
                 report.reprocessed += 1;
                 if reply.agreed < reply.of.min(1) || (reply.agreed < reply.of && reply.gap > tol::TIE) {
@@ -632,7 +662,7 @@ impl<'a> Runner<'a> {
                 }
                 continue;
             }
-            report.reused += usize::from(p.prompt_n == 1);
+            report.reused += usize::from(p.prompt_n == p.want_prompt_n);
             handed.push(reply);
             cold.extend(p.cold);
             small.extend(p.small_batch);
@@ -658,7 +688,7 @@ impl<'a> Runner<'a> {
             }
         }
         let spread = (tol::NOISE * c.dlogp_max.max(s.dlogp_max).max(a.dlogp_max)).max(tol::TIE);
-        for p in report.prompts.iter().filter(|p| p.want_prompt_n == 1) {
+        for p in report.prompts.iter().filter(|p| p.reuses()) {
             let Some(reply) = p.handed else { continue };
             if !reply.top1 && reply.gap1 > spread {
                 fail(format!(

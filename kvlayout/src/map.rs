@@ -76,7 +76,16 @@ impl Window {
 /// | layers × (i32 0, u64, row) | R of all layers with state: f32, bytes per row, the one row |
 /// | layers × (i32 0, u64, row) | S of the same layers, likewise; a row may have no bytes |
 ///
-/// It is the state after exactly these tokens and cannot step back: whoever restores it must have one token more to evaluate. All arithmetic is checked, and a
+/// Behind the sections a checkpoint may stand ([`with_checkpoint`](Self::with_checkpoint)):
+///
+/// | bytes | meaning |
+/// |---|---|
+/// | `SCKP`, u32 1, u32 1 | magic, version, number of checkpoints |
+/// | i64 *n*, i32 0, i32 *n* - 1 | tokens it stands for, its first and last position |
+/// | u64, `d8 3c 14 af`, i32 0, bytes | length of what follows; magic; sequence (ignored); the section of the sliding window once more |
+/// | u64 0, u64 0 | nothing of a draft model |
+///
+/// Recurrent state is the state after exactly these tokens and cannot step back: whoever restores it must have one token more to evaluate. All arithmetic is checked, and a
 /// state of any size is mapped without being written.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KvMap {
@@ -85,7 +94,20 @@ pub struct KvMap {
     fixed: Vec<(u64, Vec<u8>)>,
     windows: Vec<(u32, Part, Window)>,
     index: HashMap<(u32, Part), usize>,
+    window_section: Option<WindowSection>,
 }
+
+/// The section of a sliding window that a prompt does not fill: what a checkpoint of it would hold.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct WindowSection {
+    section: usize,
+    bytes: Range<u64>,
+    /// Bytes from a place in it to the same place of the checkpoint, where the map has one.
+    copied: Option<u64>,
+}
+
+/// What a saved context's bytes begin with (`io_magic` in llama.cpp's `llama-context.cpp`).
+const CONTEXT_MAGIC: u32 = 0xaf14_3cd8;
 
 /// Why no map can be made. Nothing has been written when one of these is seen.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -251,7 +273,9 @@ impl KvMap {
         b.word(version.number());
         b.word(n_tokens);
         tokens.iter().for_each(|&id| b.int(id));
+        let mut window_section = None;
         for (section, s) in spec.sections.iter().enumerate() {
+            let start = b.at;
             let kept = match s.window {
                 Some(0) => return Err(Refusal::NoWindow { section }),
                 Some(w) if !spec.swa_full => n_tokens.min(w.saturating_add(1)),
@@ -314,6 +338,9 @@ impl KvMap {
                 }
             }
             (1..spec.n_stream).for_each(|_| b.word(0));
+            if s.window.is_some_and(|w| !spec.swa_full && n_tokens <= w) && spec.recurrent.is_none() {
+                window_section = Some(WindowSection { section, bytes: start..b.at, copied: None });
+            }
         }
         if let Some(rec) = &spec.recurrent {
             b.recurrent(rec, spec.sections.len(), n_tokens)?;
@@ -322,13 +349,64 @@ impl KvMap {
         if size > i64::MAX as u64 {
             return Err(Refusal::TooLarge);
         }
-        Ok(KvMap { size, n_tokens, fixed, windows, index })
+        Ok(KvMap { size, n_tokens, fixed, windows, index, window_section })
+    }
+
+    /// Whether a server needs a checkpoint to use this file: the prompt does not reach past the sliding window, and a server
+    /// without `--swa-full` wants the cell before the window's first, which there cannot be.
+    pub fn wants_checkpoint(&self) -> bool {
+        self.window_section.as_ref().is_some_and(|s| s.copied.is_none())
+    }
+
+    /// The same file with a checkpoint behind it, if it [wants one](Self::wants_checkpoint); else the same. It is a second copy of
+    /// the window's section: servers that read it (builds since autumn 2026) take the window back to it and evaluate the last of
+    /// these tokens and the next one; for all others it is bytes behind the end, which they ignore.
+    ///
+    /// # Errors
+    /// [`Refusal::TooLarge`].
+    pub fn with_checkpoint(self) -> Result<KvMap, Refusal> {
+        let Some(WindowSection { section, bytes, .. }) =
+            self.window_section.clone().filter(|_| self.wants_checkpoint())
+        else {
+            return Ok(self);
+        };
+        let KvMap { size, n_tokens, fixed, windows, index, .. } = self;
+        let inside: Vec<(u64, Vec<u8>)> = fixed.iter().filter_map(|(at, piece)| cut(*at, piece, &bytes)).collect();
+        let mut b = Builder { at: size, fixed, windows, index };
+        b.bytes(b"SCKP");
+        b.word(1);
+        b.word(1);
+        b.long(n_tokens.into());
+        b.int(0);
+        b.word(n_tokens - 1);
+        b.long(8 + (bytes.end - bytes.start));
+        b.word(CONTEXT_MAGIC);
+        b.word(0);
+        let distance = b.at - bytes.start;
+        for (at, piece) in inside {
+            b.hole(at + distance - b.at)?;
+            b.bytes(&piece);
+        }
+        b.hole(bytes.end + distance - b.at)?;
+        b.long(0);
+        b.long(0);
+        let Builder { at: size, fixed, windows, index } = b;
+        if size > i64::MAX as u64 {
+            return Err(Refusal::TooLarge);
+        }
+        let window_section = Some(WindowSection { section, bytes, copied: Some(distance) });
+        Ok(KvMap { size, n_tokens, fixed, windows, index, window_section })
+    }
+
+    /// Bytes from a tensor to its copy in the checkpoint, if it has one.
+    pub fn copied(&self, window: &Window) -> Option<u64> {
+        self.window_section.as_ref().filter(|s| s.section == window.section)?.copied
     }
 
     /// A map whose bytes are in the windows alone, which must be disjoint and inside `size` bytes.
     pub(crate) fn of_windows(size: u64, n_tokens: u32, windows: Vec<(u32, Part, Window)>) -> KvMap {
         let index = windows.iter().enumerate().map(|(i, (layer, part, _))| ((*layer, *part), i)).collect();
-        KvMap { size, n_tokens, fixed: Vec::new(), windows, index }
+        KvMap { size, n_tokens, fixed: Vec::new(), windows, index, window_section: None }
     }
 
     /// Bytes in all.
@@ -357,10 +435,16 @@ impl KvMap {
     }
 
     /// The bytes that do not depend on the computation, and where they go, by ascending offset. Together with the
-    /// windows they are every byte exactly once.
+    /// windows, and their [copies](Self::copied), they are every byte exactly once.
     pub fn fixed(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.fixed.iter().map(|(at, bytes)| (*at, bytes.as_slice()))
     }
+}
+
+/// The part of the bytes at `at` that lies within `range`, and where that begins.
+fn cut(at: u64, bytes: &[u8], range: &Range<u64>) -> Option<(u64, Vec<u8>)> {
+    let (from, to) = (at.max(range.start), (at + bytes.len() as u64).min(range.end));
+    (from < to).then(|| (from, bytes[(from - at) as usize..(to - at) as usize].to_vec()))
 }
 
 #[derive(Default)]

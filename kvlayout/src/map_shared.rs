@@ -81,13 +81,15 @@ impl KvMap {
 
     /// Bytes that are put in filling it: those of the windows and the fixed ones. In a state file that is all of them.
     pub fn filled(&self) -> u64 {
-        let windows: u64 = self.windows().map(|(_, _, w)| w.len()).sum();
+        let times = |w| if self.copied(w).is_some() { 2 } else { 1 };
+        let windows: u64 = self.windows().map(|(_, _, w)| w.len() * times(w)).sum();
         windows + self.fixed().map(|(_, bytes)| bytes.len() as u64).sum::<u64>()
     }
 }
 
 impl ShareLayout {
-    /// The state file of the rows that a shared memory holds: what the other route would have handed over.
+    /// The state file of the rows that a shared memory holds: what the other route would have handed over, with a checkpoint
+    /// where the version [has them](StateVersion::has_checkpoints).
     ///
     /// `read` fills the buffer with the region's bytes from an offset on. For whoever wants to restore a shared memory
     /// elsewhere, or to look at it with the tools for state files.
@@ -103,7 +105,10 @@ impl ShareLayout {
         mut read: impl FnMut(u16, u64, &mut [u8]) -> io::Result<()>,
     ) -> io::Result<Vec<u8>> {
         let refused = |r: Refusal| io::Error::new(io::ErrorKind::InvalidInput, r);
-        let file = KvMap::state_file(spec, tokens, version).map_err(refused)?;
+        let mut file = KvMap::state_file(spec, tokens, version).map_err(refused)?;
+        if version.has_checkpoints() {
+            file = file.with_checkpoint().map_err(refused)?;
+        }
         let live = KvMap::shared(spec, self, file.n_tokens()).map_err(refused)?;
         let mut out = Vec::new();
         crate::MemSpace::new(&mut out, file.size())?;
@@ -114,7 +119,11 @@ impl ShareLayout {
         for (layer, part, to) in file.windows() {
             let from = live.window(layer, part).ok_or_else(|| refused(Refusal::NoLayers))?;
             let first = u64::from(to.positions.start) * from.row_bytes;
-            read(from.region, from.offset + first, &mut out[to.offset as usize..][..to.len() as usize])?;
+            let at = to.offset as usize..(to.offset + to.len()) as usize;
+            read(from.region, from.offset + first, &mut out[at.clone()])?;
+            if let Some(distance) = file.copied(to) {
+                out.copy_within(at, (to.offset + distance) as usize);
+            }
         }
         Ok(out)
     }

@@ -203,6 +203,7 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
             return Err(SinkError::Twice { layer, part, position });
         }
         let first = u64::from(kept.start - w.positions.start);
+        let places = [Some(w.offset), self.map.copied(w).map(|distance| w.offset + distance)].into_iter().flatten();
         if S::LIVE && w.order == Order::Rows && !w.elem.is_quantised() {
             // Small pieces straight to where they are read: no copy of more than one, and never long without a look at
             // whether writing is still allowed. All values are judged before the first is seen.
@@ -230,7 +231,11 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
                     at += piece.len() as u64;
                 }
             }
-            Order::Rows => self.space.put_in(w.region, w.offset + first * w.row_bytes, &self.scratch)?,
+            Order::Rows => {
+                for offset in places {
+                    self.space.put_in(w.region, offset + first * w.row_bytes, &self.scratch)?;
+                }
+            }
             Order::Transposed => {
                 let el = w.elem.block_bytes() as usize;
                 let mut line = Vec::with_capacity(kept.len() * el);
@@ -239,8 +244,10 @@ impl<S: ByteSpace> KvSink for Scatter<S> {
                     for row in self.scratch.chunks_exact(width * el) {
                         line.extend_from_slice(&row[channel * el..(channel + 1) * el]);
                     }
-                    let at = w.offset + channel as u64 * w.row_bytes + first * el as u64;
-                    self.space.put_in(w.region, at, &line)?;
+                    for offset in places.clone() {
+                        let at = offset + channel as u64 * w.row_bytes + first * el as u64;
+                        self.space.put_in(w.region, at, &line)?;
+                    }
                 }
             }
         }

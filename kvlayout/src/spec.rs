@@ -37,6 +37,12 @@ impl StateVersion {
             StateVersion::V4 => 4,
         }
     }
+
+    /// Whether servers that write this version may read a checkpoint behind a state. Some early ones of version 4 do not, and take
+    /// it for nothing.
+    pub fn has_checkpoints(self) -> bool {
+        self >= StateVersion::V4
+    }
 }
 
 impl TryFrom<u32> for StateVersion {

@@ -37,9 +37,17 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn windows_and_fixed_bytes_are_every_byte_once(spec in any_spec(), n in 1usize..30, version in any_version()) {
+    fn windows_and_fixed_bytes_are_every_byte_once(
+        spec in any_spec(),
+        n in 1usize..30,
+        version in any_version(),
+        checkpoint in any::<bool>(),
+    ) {
         let map = KvMap::state_file(&spec, &ids(n), version).unwrap();
+        let map = if checkpoint { map.with_checkpoint().unwrap() } else { map };
         let mut pieces: Vec<(u64, u64)> = map.windows().map(|(_, _, w)| (w.offset, w.len())).collect();
+        let copies = map.windows().filter_map(|(_, _, w)| Some((w.offset + map.copied(w)?, w.len())));
+        pieces.extend(copies.collect::<Vec<_>>());
         pieces.extend(map.fixed().map(|(at, bytes)| (at, bytes.len() as u64)));
         pieces.sort();
         let mut end = 0;
@@ -58,10 +66,16 @@ proptest! {
         version in any_version(),
         seed in any::<u64>(),
         file in any::<bool>(),
+        checkpoint in any::<bool>(),
     ) {
         let tokens = ids(n);
-        let want = state(&spec, &tokens, version).write();
-        let map = KvMap::state_file(&spec, &tokens, version).unwrap();
+        let mut want = state(&spec, &tokens, version);
+        let mut map = KvMap::state_file(&spec, &tokens, version).unwrap();
+        if checkpoint {
+            map = map.with_checkpoint().unwrap();
+            want.appendix = common::checkpoint(&spec, &want);
+        }
+        let (want_state, want) = (want.clone(), want.write());
         prop_assert_eq!(map.size(), want.len() as u64);
 
         // Every tensor in chunks of its own, all chunks shuffled.
@@ -100,7 +114,7 @@ proptest! {
             fill(Box::new(Scatter::new(map.clone(), MemSpace::new(&mut out, map.size()).unwrap()).unwrap()));
         }
         prop_assert!(out == want);
-        prop_assert_eq!(State::parse_as(&out, &Shape::from(&spec)).unwrap(), state(&spec, &tokens, version));
+        prop_assert_eq!(State::parse_as(&out, &Shape::from(&spec)).unwrap(), want_state);
         prop_assert_eq!(State::parse(&out).unwrap().write(), out);
     }
 }
@@ -197,6 +211,14 @@ fn a_window_keeps_one_position_more_than_it_sees() {
         let full = KvSpec { swa_full: true, ..windowed(4, 2, 8) };
         let map = KvMap::state_file(&full, &ids(n), StateVersion::V3).unwrap();
         assert_eq!(map.window(3, Part::V).unwrap().positions, 0..n as u32);
+    }
+    // What does not reach past the window wants a checkpoint, in models without recurrent state.
+    for (n, want) in [(1, true), (8, true), (9, false)] {
+        let mut spec = windowed(4, 2, 8);
+        let wants = |spec: &KvSpec| KvMap::state_file(spec, &ids(n), StateVersion::V4).unwrap().wants_checkpoint();
+        assert_eq!(wants(&spec), want, "{n}");
+        spec.swa_full = true;
+        assert!(!wants(&spec) && !wants(&dense(4, 2)));
     }
     // A window no prompt can fill.
     let map = KvMap::state_file(&windowed(4, 2, u32::MAX), &ids(5), StateVersion::V3).unwrap();

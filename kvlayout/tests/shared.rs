@@ -179,7 +179,7 @@ proptest! {
 
         // The same rows by the file route.
         let tokens = ids(n as usize);
-        let file_map = KvMap::state_file(&spec, &tokens, StateVersion::V4).unwrap();
+        let file_map = KvMap::state_file(&spec, &tokens, StateVersion::V4).unwrap().with_checkpoint().unwrap();
         let mut bytes = Vec::new();
         let mut sink = Box::new(Scatter::new(file_map.clone(), MemSpace::new(&mut bytes, file_map.size()).unwrap()).unwrap());
         put(sink.as_mut(), &file_map, chunk).unwrap();

@@ -153,7 +153,10 @@ pub struct DecoderArgs {
     pub flash_attn: Option<FlashAttn>,
     /// Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]
     #[arg(long, value_name = "on|off|auto", overrides_with = "attn_rot")]
-    pub attn_rot: Option<AttnRot>,
+    pub attn_rot: Option<OnOff>,
+    /// Whether the decoder reads checkpoints behind a state, with which prompts within a sliding window gain too: on, off or auto. auto is on for version 4; a decoder that does not read them ignores them [env: NPU_PREFILL_CHECKPOINT] [default: auto]
+    #[arg(long, value_name = "on|off|auto", overrides_with = "checkpoint")]
+    pub checkpoint: Option<OnOff>,
     /// The decoder keeps all positions of sliding-window layers [env: LLAMA_ARG_SWA_FULL]
     #[arg(long, overrides_with = "swa_full")]
     pub swa_full: bool,
@@ -324,24 +327,24 @@ impl FromStr for FlashAttn {
     }
 }
 
-/// `--attn-rot`.
+/// `--attn-rot` and `--checkpoint`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AttnRot {
-    /// Rows of quantised caches are rotated.
+pub enum OnOff {
+    /// Yes.
     On,
-    /// They are not.
+    /// No.
     Off,
     /// Not said.
     Auto,
 }
 
-impl FromStr for AttnRot {
+impl FromStr for OnOff {
     type Err = String;
     fn from_str(s: &str) -> Result<Self, String> {
         Ok(match s.parse()? {
-            FlashAttn::On => AttnRot::On,
-            FlashAttn::Off => AttnRot::Off,
-            FlashAttn::Auto => AttnRot::Auto,
+            FlashAttn::On => OnOff::On,
+            FlashAttn::Off => OnOff::Off,
+            FlashAttn::Auto => OnOff::Auto,
         })
     }
 }

@@ -41,6 +41,7 @@ variables! {
     CONFIG = "NPU_PREFILL_CONFIG", "--config", "configuration file, instead of $XDG_CONFIG_HOME/npu-prefill/config.toml";
     STATE_VERSION = "NPU_PREFILL_STATE_VERSION", "--state-version", "version of the state file: 2, 3, 4 or auto";
     ATTN_ROT = "NPU_PREFILL_ATTN_ROT", "--attn-rot", "whether the decoder rotates the rows of quantised caches: on, off or auto";
+    CHECKPOINT = "NPU_PREFILL_CHECKPOINT", "--checkpoint", "whether the decoder reads checkpoints behind a state: on, off or auto";
     N_STREAM = "NPU_PREFILL_N_STREAM", "--n-stream", "streams of the decoder's cache";
     DEVICE = "NPU_PREFILL_DEVICE", "--device", "where to compute: auto, cpu, npu, oracle or sim";
     ISA = "NPU_PREFILL_ISA", "--isa", "instruction set of the host kernels";
@@ -69,6 +70,7 @@ pub const OF_THE_DECODER: &[&Variable] = &[
     &STATE_VERSION,
     &N_STREAM,
     &ATTN_ROT,
+    &CHECKPOINT,
     &ATTN_ROT_DISABLE,
 ];
 

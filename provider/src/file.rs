@@ -25,11 +25,16 @@ pub fn hand_over(ready: &Ready<'_>, out: &Path) -> Result<()> {
     let decoder = &ready.settle_rotation(decoder, Some(version.version))?;
     let spec = engine.kv_spec(decoder)?;
     let work = ready.prepare(decoder)?;
-    let map = KvMap::state_file(&spec, tokens, version.version).map_err(exit::refusal)?;
+    let mut map = KvMap::state_file(&spec, tokens, version.version).map_err(exit::refusal)?;
     if !version.told {
         say(format_args!("state version {}: {}", version.version, version.why));
     }
-    note_window(&spec, tokens.len());
+    let checkpoint = map.wants_checkpoint() && decoder.checkpoint.unwrap_or(version.version.has_checkpoints());
+    if checkpoint {
+        map = map.with_checkpoint().map_err(exit::refusal)?;
+    } else {
+        note_window(&spec, tokens.len());
+    }
     room_for(out, map.size())?;
 
     // The output, still without its name.
@@ -54,6 +59,7 @@ pub fn hand_over(ready: &Ready<'_>, out: &Path) -> Result<()> {
     receipt.route = "file";
     receipt.state_version = Some(version.version.number());
     receipt.state_version_from = Some(version.why.clone());
+    receipt.checkpoint = checkpoint;
     receipt.out = Some(out.to_string_lossy().into_owned());
     receipt.print();
     Ok(())

@@ -178,6 +178,7 @@ impl<'a> Ready<'a> {
             tokens_per_second: round(n as f64 / done.timings.prefill_ms * 1e3),
             state_version: None,
             state_version_from: None,
+            checkpoint: false,
             share_id: None,
             regions: None,
             bytes: sink.bytes,

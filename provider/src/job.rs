@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvlayout::{CacheType, Inherited};
 
 use crate::cli::{
-    AttnRot, ComputeArgs, DecoderArgs, Device, DeviceArgs, FlashAttn, Handoff, VersionChoice, chunk, seconds, size,
+    ComputeArgs, DecoderArgs, Device, DeviceArgs, FlashAttn, Handoff, OnOff, VersionChoice, chunk, seconds, size,
 };
 use crate::config::{self, Config};
 use crate::env::{self, Variable};
@@ -125,6 +125,8 @@ pub struct Decoder {
     pub v_trans: bool,
     /// It rotates the rows of quantised caches; `None` when nobody said so.
     pub attn_rot: Option<bool>,
+    /// Whether it reads checkpoints behind a state; `None` when nobody said so.
+    pub checkpoint: Option<bool>,
     /// All positions of sliding-window layers.
     pub swa_full: bool,
     /// Streams of the cache.
@@ -195,13 +197,19 @@ impl Decoder {
         let (type_v, v_told) = cache_type(args.cache_type_v, &env::CACHE_TYPE_V, config.cache_type_v)?;
         // llama.cpp's own variable says only that rows are not rotated: builds that never did know nothing of it.
         let disabled = env::ATTN_ROT_DISABLE.parse(|s| match s.parse::<i64>() {
-            Ok(n) => Ok((n != 0).then_some(AttnRot::Off)),
+            Ok(n) => Ok((n != 0).then_some(OnOff::Off)),
             Err(_) => Err("it is a number".to_owned()),
         })?;
         let attn_rot = match args.attn_rot.or(env::ATTN_ROT.parse(str::parse)?).or(disabled.flatten()) {
-            Some(AttnRot::On) => Some(true),
-            Some(AttnRot::Off) => Some(false),
-            Some(AttnRot::Auto) | None => config.attn_rot,
+            Some(OnOff::On) => Some(true),
+            Some(OnOff::Off) => Some(false),
+            Some(OnOff::Auto) | None => config.attn_rot,
+        };
+
+        let checkpoint = match args.checkpoint.or(env::CHECKPOINT.parse(str::parse)?) {
+            Some(OnOff::On) => Some(true),
+            Some(OnOff::Off) => Some(false),
+            Some(OnOff::Auto) | None => None,
         };
 
         let flash = args.flash_attn.or(env::FLASH_ATTN.parse(str::parse)?).or(config.flash_attn);
@@ -226,6 +234,7 @@ impl Decoder {
             type_v,
             v_trans: flash == Some(FlashAttn::Off),
             attn_rot,
+            checkpoint,
             swa_full: args.swa_full || swa_env.or(config.swa_full).unwrap_or(false),
             n_stream: args.n_stream.or(streams).or(config.n_stream).unwrap_or(1),
             types_told: [k_told, v_told],

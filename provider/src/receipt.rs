@@ -21,6 +21,9 @@ pub struct Receipt<'a> {
     /// How the version was come by.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state_version_from: Option<String>,
+    /// Whether the state has a checkpoint behind it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub checkpoint: bool,
     /// The decoder's number for its shared memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub share_id: Option<u64>,

@@ -141,3 +141,25 @@ pub fn scattered(spec: &KvSpec, tokens: &[i32], version: StateVersion) -> Vec<u8
     Box::new(sink).commit().unwrap();
     out
 }
+
+/// What stands behind a state whose prompt does not reach past its sliding window: that section once more, made from the parsed
+/// file's parts.
+pub fn checkpoint(spec: &KvSpec, state: &State) -> Option<Appendix> {
+    let n = state.tokens.len() as i64;
+    let inside = |s: &KvSection| s.window.is_some_and(|w| !spec.swa_full && n <= i64::from(w));
+    let section = spec.sections.iter().rposition(inside).filter(|_| spec.recurrent.is_none())?;
+    let mut blob = [0xaf14_3cd8_u32.to_le_bytes(), [0; 4]].concat();
+    blob.extend(section_bytes(state, section));
+    let checkpoint =
+        Checkpoint { n_tokens: n, pos_min: 0, pos_max: n as i32 - 1, blobs: [blob, Vec::new(), Vec::new()] };
+    Some(Appendix { checkpoints: vec![checkpoint] })
+}
+
+/// The bytes of one section of a state.
+pub fn section_bytes(state: &State, section: usize) -> Vec<u8> {
+    let mut alone = state.clone();
+    alone.sections = vec![state.sections[section].clone()];
+    (alone.form, alone.tokens, alone.appendix) = (TokenForm::Plain, Vec::new(), None);
+    // Behind magic, version, and the number of tokens.
+    alone.write().split_off(12)
+}
