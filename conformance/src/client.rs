@@ -272,7 +272,9 @@ fn step(probs: &Value, text: &str) -> Option<Step> {
     let (id, logprob) = pair(probs)?;
     let mut top: Vec<_> = probs["top_logprobs"].as_array()?.iter().filter_map(pair).collect();
     top.sort_by(|a: &(i32, f64), b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
-    let own = probs["bytes"].as_array().map_or(text.len(), Vec::len);
+    // The token's own bytes are told in the list only: beside the id stands the text that was sent with it.
+    let listed = probs["top_logprobs"].as_array()?.iter().find(|v| v["id"].as_i64() == Some(id.into()));
+    let own = listed.and_then(|v| v["bytes"].as_array()).map_or(text.len(), Vec::len);
     Some(Step { id, logprob, top, text: text.to_owned(), completes: text.len() > own })
 }
 
@@ -283,4 +285,25 @@ fn slot_reply(reply: &Value, tokens: &str, bytes: &str, ms: &str) -> Result<Slot
         bytes: number(bytes)?,
         ms: reply["timings"][ms].as_f64().with_context(|| format!("the reply {reply} has no timings.{ms}"))?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As a server of state version 4 tells it.
+    #[test]
+    fn a_step_knows_whether_other_tokens_began_its_character() {
+        let told = |text: &str, own: &[u8]| {
+            let sent = text.as_bytes();
+            let probs = json!({"id": 97, "token": text, "bytes": sent, "logprob": -2.3,
+                "top_logprobs": [{"id": 97, "token": "?", "bytes": own, "logprob": -2.3}, {"id": 9, "token": " a",
+                "bytes": [32, 97], "logprob": -3.0}]});
+            step(&probs, text).unwrap()
+        };
+        let last = told(" \u{1f324}", &[164]);
+        assert!(last.completes && last.text == " \u{1f324}" && last.top == [(97, -2.3), (9, -3.0)]);
+        assert!(!told("\u{2600}", "\u{2600}".as_bytes()).completes);
+        assert!(!told(" Sun", b" Sun").completes);
+    }
 }
