@@ -23,8 +23,9 @@ pub struct Shape {
     pub window: Option<usize>,
     /// Per layer: it sees only the window.
     pub sliding: Vec<bool>,
-    /// Per layer: the numbers in its convolution's history and in its state, where it is recurrent. Recurrent layers do not
-    /// attend.
+    /// Per layer: whether it attends.
+    pub attends: Vec<bool>,
+    /// Per layer: the numbers in its convolution's history and in its state, where it is recurrent.
     pub recurrent: Vec<Option<(usize, usize)>>,
     /// Whether all matrices are f32, all f16 (or f32), or quantised.
     pub weights: Weights,
@@ -136,6 +137,8 @@ impl Shape {
             Ok(rows(il, "shortconv.conv.weight", 0).map(|taps| ((taps - 1) * n_embd, 0)))
         };
         let recurrent = (0..n_layer).map(state).collect::<Result<Vec<_>>>()?;
+        // Every kind of attention ends in it, and nothing else has it.
+        let attends = (0..n_layer).map(|il| rows(il, "attn_output.weight", 0).is_some()).collect();
         let embeddings = model.tensor("token_embd.weight").context("no tensor token_embd.weight")?;
         let mut weights = Weights::F32;
         for t in model.tensors().filter(|t| t.name.starts_with("blk.") && t.n_dims > 1) {
@@ -154,6 +157,7 @@ impl Shape {
             head_v,
             window,
             sliding,
+            attends,
             recurrent,
             weights,
         })
@@ -162,7 +166,7 @@ impl Shape {
     /// Takes a state file of this model apart.
     pub fn parse(&self, bytes: &[u8]) -> Result<State, ParseError> {
         // A model without attention has no values either.
-        let attends = self.recurrent.iter().any(Option::is_none);
+        let attends = self.attends.contains(&true);
         if attends && self.head_v == 0 { State::parse_latent(bytes) } else { State::parse(bytes) }
     }
 
@@ -206,7 +210,7 @@ impl Shape {
 
     /// The model layer of a section's n-th layer.
     pub fn model_layer(&self, section: usize, index: usize) -> Option<usize> {
-        let attends = self.recurrent.iter().any(Option::is_none);
+        let attends = self.attends.contains(&true);
         match (section, self.window) {
             (0, _) if attends => self.attending(false).nth(index),
             (1, Some(_)) => self.attending(true).nth(index),
@@ -216,6 +220,6 @@ impl Shape {
 
     /// The layers that attend, to everything or to the window.
     fn attending(&self, sliding: bool) -> impl Iterator<Item = usize> {
-        (0..self.sliding.len()).filter(move |&il| self.sliding[il] == sliding && self.recurrent[il].is_none())
+        (0..self.sliding.len()).filter(move |&il| self.sliding[il] == sliding && self.attends[il])
     }
 }

@@ -90,19 +90,21 @@ fn embedding_bytes(table: &gguf::Tensor<'_>, prompt: Prompt<'_>) -> u64 {
 }
 
 /// What a prefill touches of the mapped model: all metadata, an embedding per token, and the layers' weights - of the last
-/// layer only those of keys and values, or of recurrent state.
+/// layer only those of keys and values, or of recurrent state, and of blocks behind it nothing.
 fn mapped_bytes(gguf: &Gguf, last: usize, prompt: Prompt<'_>) -> u64 {
     let metadata: u64 = (0..gguf.paths().len())
         .map(|shard| gguf.tensors().filter(|t| t.shard == shard).map(|t| t.offset).min().unwrap_or(0))
         .sum();
-    let last = format!("blk.{last}.");
     let kept = ["attn_norm", "attn_k", "attn_v", "attn_qkv", "ssm_", "shortconv."];
     let touched = |t: gguf::Tensor<'_>| {
         let len = t.data.len() as u64;
-        match (t.name, t.name.strip_prefix(&last)) {
+        let block = t.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+        let block = block.and_then(|(i, name)| Some((i.parse::<usize>().ok()?, name)));
+        match (t.name, block) {
             ("token_embd.weight", _) => len.min(embedding_bytes(&t, prompt)),
             ("output.weight" | "output_norm.weight", _) => 0,
-            (_, Some(name)) if !kept.iter().any(|kept| name.starts_with(kept)) => 0,
+            (_, Some((i, _))) if i > last => 0,
+            (_, Some((i, name))) if i == last && !kept.iter().any(|kept| name.starts_with(kept)) => 0,
             _ => len,
         }
     };
@@ -162,8 +164,7 @@ impl<'g> Engine<'g> {
 
     /// What a run will need.
     pub fn estimate(&self, prompt: Prompt<'_>, plan: &Plan) -> Estimate {
-        let last = self.model.spec().layers.len().saturating_sub(1);
-        let model = mapped_bytes(self.gguf, last, prompt);
+        let model = mapped_bytes(self.gguf, self.model.spec().last_layer(), prompt);
         Estimate { work: plan.memory_bytes(), model }
     }
 

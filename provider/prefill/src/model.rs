@@ -102,7 +102,7 @@ impl<'g> Model<'g> {
             });
         }
         let widths = |mixer: &Mixer| match mixer {
-            Mixer::Attention(a) => Some((a.windowed, a.n_embd_k(), a.n_embd_v())),
+            Mixer::Attention(a) | Mixer::Beside(a, _) => Some((a.windowed, a.n_embd_k(), a.n_embd_v())),
             // The row is key and value at once: there is no V.
             Mixer::Latent(a) => Some((false, a.row(), 0)),
             _ => None,

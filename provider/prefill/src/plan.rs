@@ -5,7 +5,6 @@
 //! prompt is one embedding per token. A chunk bounds everything else.
 
 use crate::layer;
-use crate::layer::FeedForward;
 use crate::layer::attention::AttentionOp;
 use crate::layer::delta::DeltaOp;
 use crate::layer::dense::DenseOp;
@@ -13,6 +12,7 @@ use crate::layer::experts::ExpertsOp;
 use crate::layer::latent::LatentOp;
 use crate::layer::mamba::MambaOp;
 use crate::layer::shortconv::ShortConvOp;
+use crate::layer::{FeedForward, Mixer};
 use crate::spec::{FfnInput, LayerSpec, Spec};
 use std::fmt;
 use std::ops::Range;
@@ -123,8 +123,17 @@ impl Plan {
     /// The steps for `n_tokens` positions in chunks of `chunk` (at least 1).
     pub fn new(spec: &Spec, n_tokens: usize, chunk: usize) -> Plan {
         let chunk = chunk.clamp(1, n_tokens.max(1));
+        let last_layer = spec.last_layer();
         let ops = |(layer, l): (usize, &LayerSpec)| {
-            let last = layer + 1 == spec.layers.len();
+            let last = layer == last_layer;
+            if matches!(l.mixer, Mixer::None) {
+                let network = l.ffn.ops(spec).into_iter();
+                return [Op::Norm(Half::FeedForward)]
+                    .into_iter()
+                    .chain(network)
+                    .chain([Op::Join(Half::FeedForward)])
+                    .collect();
+            }
             let mut ops = vec![Op::Norm(Half::Mixer)];
             ops.extend(l.mixer.ops(spec, last));
             if !last {
@@ -143,7 +152,7 @@ impl Plan {
             }
             ops
         };
-        let layers = spec.layers.iter().enumerate().map(ops).collect();
+        let layers = spec.layers.iter().take(last_layer + 1).enumerate().map(ops).collect();
         Plan { layers, n_tokens, chunk, memory: memory(spec, n_tokens, chunk) }
     }
 

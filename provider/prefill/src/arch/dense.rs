@@ -20,6 +20,7 @@ pub(super) const LLAMA: Arch = Arch {
     pairing: Pairing::Interleaved,
     norm: NormKind::Rms,
     norms: BEFORE,
+    rms_bias: Presence::Never,
     eps: None,
     layout: Layout::Serial,
     qkv_bias: Presence::Optional,

@@ -103,6 +103,15 @@ pub enum ExpertGate {
     Relu,
     /// gpt-oss's: clamped, and times up + 1.
     SwigluOai,
+    /// max(x, 0)² of `up`: there are no gates.
+    ReluSquared,
+}
+
+impl ExpertGate {
+    /// Whether experts have a matrix for it.
+    pub fn has_matrix(self) -> bool {
+        self != ExpertGate::ReluSquared
+    }
 }
 
 /// The norm before the mixture under the name of one after attention.
@@ -143,6 +152,19 @@ const DEEPSEEK3: ExpertRule = ExpertRule {
 
 /// The `llama` files that have experts: Mixtral and its merges.
 pub(super) const LLAMA_EXPERTS: ExpertRule = MIXTRAL;
+
+/// Nemotron's: without gates, by sigmoid, and a shared one.
+pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
+    gating: GatingRule::Fixed(Gating::Sigmoid),
+    normalise: Setting::Key,
+    reads_scale: true,
+    shared: SharedRule::Width,
+    selection_bias: Presence::Required,
+    gate: ExpertGate::ReluSquared,
+    ..OWN
+};
+/// Granite's: a shared expert where its width says so.
+pub(super) const GRANITE_EXPERTS: ExpertRule = ExpertRule { shared: SharedRule::Width, ..MIXTRAL };
 
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[
@@ -262,7 +284,7 @@ pub(super) const TABLE: &[Arch] = &[
         attn_scale: AttnScale::Key,
         rope: RopeRule::ByFinetuned,
         long_factors: true,
-        experts: Some(&ExpertRule { shared: SharedRule::Width, ..MIXTRAL }),
+        experts: Some(&GRANITE_EXPERTS),
         examples: "Granite 3.x 1B-A400M, 3B-A800M",
         ..LLAMA
     },
@@ -351,6 +373,17 @@ pub(super) const TABLE: &[Arch] = &[
         partial_rope: true,
         experts: Some(&ExpertRule { shared: SharedRule::CountOfWidth, ..DEEPSEEK3 }),
         examples: "Ling 2.0, Ring 2.0",
+        ..LLAMA
+    },
+    Arch {
+        name: "phimoe",
+        pairing: Pairing::Halves,
+        rms_bias: Presence::Required,
+        other_bias: Presence::Required,
+        rope_factors: false,
+        long_factors: true,
+        experts: Some(&ALWAYS),
+        examples: "Phi-3.5-MoE",
         ..LLAMA
     },
 ];

@@ -181,6 +181,8 @@ pub struct Arch {
     pub norm: NormKind,
     /// Where they are.
     pub norms: Norms,
+    /// Whether RMS norms have biases. Layer norms may always have some.
+    pub rms_bias: Presence,
     /// What is added under their roots, where the servers do not read it from the file.
     pub eps: Option<f32>,
     /// What the feed-forward network reads.
@@ -294,7 +296,10 @@ pub enum Recurrence {
     /// The selective scan, every channel for itself.
     Mamba,
     /// The selective scan in heads.
-    Mamba2,
+    Mamba2 {
+        /// A norm of each group of channels behind the gate.
+        norm: Presence,
+    },
 }
 
 /// How it is told which layers are recurrent, in architectures that have such.
@@ -302,8 +307,13 @@ pub enum Recurrence {
 pub enum RecurrentLayers {
     /// All.
     All,
+    /// All, each of which attends as well: both read the same input, and what they give is added up.
+    BesideAttention,
     /// Those without key-value heads.
     WithoutKvHeads,
+    /// Those without key-value heads and without a width of the feed-forward network. Every layer has one half only: where there
+    /// is a width it is that network, otherwise a mixer.
+    OneHalf,
     /// All but every n-th, or as a list of flags says.
     Interval,
 }

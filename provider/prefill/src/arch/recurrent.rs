@@ -1,8 +1,11 @@
 //! Architectures with layers that carry a state along, most of them beside attention.
 
-use super::dense::{BEFORE, LLAMA};
-use super::experts::{ALWAYS, ExpertRule, SharedRule, Width};
-use super::{Arch, Mrope, Norms, Pairing, Presence, Recurrence, RecurrentLayers, RopeRule};
+use super::dense::{BEFORE, LLAMA, SHARED};
+use super::experts::{ALWAYS, ExpertRule, GRANITE_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width};
+use super::{
+    Activation, Arch, AttnScale, FfnShape, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence, RecurrentLayers,
+    RopeRule,
+};
 
 const QWEN35: Arch = Arch {
     name: "qwen35",
@@ -29,6 +32,22 @@ const SHARED_EXPERT: ExpertRule = ExpertRule {
     shared_mix: true,
     fused: true,
     ..ALWAYS
+};
+
+/// The selective scan in heads as Mamba-2 itself has it.
+const MAMBA2: Recurrence = Recurrence::Mamba2 { norm: Presence::Required };
+
+const NEMOTRON_H: Arch = Arch {
+    name: "nemotron_h",
+    norms: SHARED,
+    activation: Activation::ReluSquared,
+    ffn: FfnShape::NoGate,
+    rope_factors: false,
+    rope: RopeRule::Never,
+    recurrence: Some(MAMBA2),
+    recurrent_layers: RecurrentLayers::OneHalf,
+    examples: "Nemotron-H 4B-56B, Nemotron Nano 2 9B, 12B",
+    ..LLAMA
 };
 
 /// The rows.
@@ -80,9 +99,39 @@ pub(super) const TABLE: &[Arch] = &[
         name: "mamba2",
         rope: RopeRule::Never,
         rope_factors: false,
-        recurrence: Some(Recurrence::Mamba2),
+        recurrence: Some(MAMBA2),
         feed_forward: false,
         examples: "Mamba-2 130M-2.7B, Mamba-Codestral",
+        ..LLAMA
+    },
+    Arch {
+        name: "granitehybrid",
+        multipliers: Multipliers::Keys,
+        attn_scale: AttnScale::Key,
+        rope: RopeRule::ByFinetuned,
+        recurrence: Some(MAMBA2),
+        recurrent_layers: RecurrentLayers::WithoutKvHeads,
+        experts: Some(&GRANITE_EXPERTS),
+        examples: "Granite 4.0 H 350M, 1B, Micro, Tiny, Small",
+        ..LLAMA
+    },
+    NEMOTRON_H,
+    Arch {
+        name: "nemotron_h_moe",
+        other_bias: Presence::Never,
+        experts: Some(&NEMOTRON_EXPERTS),
+        examples: "Nemotron 3 Nano 30B-A3B",
+        ..NEMOTRON_H
+    },
+    Arch {
+        name: "falcon-h1",
+        pairing: Pairing::Halves,
+        // The graph leaves out the output's, though the loader takes it.
+        other_bias: Presence::Never,
+        rope_factors: false,
+        recurrence: Some(Recurrence::Mamba2 { norm: Presence::Optional }),
+        recurrent_layers: RecurrentLayers::BesideAttention,
+        examples: "Falcon-H1 0.5B-34B",
         ..LLAMA
     },
 ];

@@ -123,7 +123,7 @@ impl Room {
         let spec = host.model.spec();
         let m = c.rows.len();
         let (hk, hv, eps) = (a.head_k, a.head_v, spec.eps);
-        let last = c.layer + 1 == spec.layers.len();
+        let last = c.layer == spec.last_layer();
         let rope = a.rope.map(|rope| {
             self.rope_table(host, c, rope);
             &spec.ropes[rope]

@@ -87,7 +87,7 @@ impl Room {
             }
             Strengths::Mixed(both) => parts.push((both, &mut self.strengths[..m * 2 * heads])),
         }
-        if c.layer + 1 < host.model.spec().layers.len() {
+        if c.layer < host.model.spec().last_layer() {
             parts.push((&w.gate, &mut self.gate[..m * d.values()]));
         }
         host.project_on_host(&stage.input, parts);

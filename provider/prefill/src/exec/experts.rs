@@ -105,12 +105,14 @@ impl Room {
         let w = host.weights(c).ffn.experts().expect("mixtures have experts' tensors");
         match op {
             ExpertsOp::Route { .. } => self.route(host, stage, c, spec, w)?,
-            ExpertsOp::ExpertsGateUp { k, n, .. } => self.gate_up(host, stage, spec, w, *k, *n),
+            ExpertsOp::ExpertsGateUp { k, n, .. } | ExpertsOp::ExpertsUp { k, n, .. } => {
+                self.gate_up(host, stage, spec, w, *k, *n)
+            }
             ExpertsOp::ExpertsGate => self.gate(host, c, spec)?,
             ExpertsOp::ExpertsDown { n, .. } => self.down(host, stage, c.rows.len(), spec, w, *n),
-            ExpertsOp::Shared { n, .. } => {
+            ExpertsOp::Shared { n, .. } | ExpertsOp::SharedUp { n, .. } => {
                 let w = w.shared.as_ref().expect("the spec has a shared expert");
-                self.shared.add(host, stage, c, w, *n)?;
+                self.shared.add(host, stage, c, w, *n, spec.gate)?;
             }
         }
         Ok(())
@@ -192,10 +194,9 @@ impl Room {
             }
         });
         let size = self.rows() * n;
-        let jobs = [
-            job(&self.experts, &w.gate, &mut self.gate[..size], n),
-            job(&self.experts, &w.up, &mut self.up[..size], n),
-        ];
+        let gate = w.gate.as_ref().map(|gate| job(&self.experts, gate, &mut self.gate[..size], n));
+        let up = job(&self.experts, &w.up, &mut self.up[..size], n);
+        let jobs: Vec<GroupedJob<'_>> = gate.into_iter().chain([up]).collect();
         gemm_grouped(host.kernel, host.pool, &self.input, &self.tiles, &jobs);
     }
 
@@ -257,9 +258,13 @@ impl Shared {
         c: &Command,
         w: &SharedWeights<'_>,
         n: usize,
+        gate: ExpertGate,
     ) -> Result<(), Error> {
         let (m, e, kernel) = (c.rows.len(), host.model.spec().n_embd, host.kernel);
-        let mut parts = vec![(&w.gate, &mut self.gate[..m * n]), (&w.up, &mut self.up[..m * n])];
+        // What the experts' gates go through counts only where there are none.
+        let how = if gate.has_matrix() { ExpertGate::Silu } else { gate };
+        let gate = w.gate.as_ref().map(|gate| (gate, &mut self.gate[..m * n]));
+        let mut parts: Vec<_> = gate.into_iter().chain([(&w.up, &mut self.up[..m * n])]).collect();
         if let Some(mix) = &w.mix {
             parts.push((mix, &mut self.mix[..m]));
         }
@@ -268,7 +273,7 @@ impl Shared {
         let bad = Bad::default();
         self.gated.reshape(m, n);
         self.gated.fill(kernel, host.pool, |i, row| {
-            gated(kernel, ExpertGate::Silu, &gate[i * n..][..n], &up[i * n..][..n], row);
+            gated(kernel, how, &gate[i * n..][..n], &up[i * n..][..n], row);
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the shared expert")?;
@@ -290,12 +295,13 @@ impl Shared {
     }
 }
 
-/// `out` = the gate's activation times `up`.
+/// `out` = the gate's activation times `up`, or that of `up` where there is no gate.
 fn gated<K: Kernel>(kernel: K, how: ExpertGate, gate: &[f32], up: &[f32], out: &mut [f32]) {
     match how {
         ExpertGate::Silu => kernel.rows(|| rowops::silu_mul(gate, up, out)),
         ExpertGate::Gelu => SCRATCH.with_borrow_mut(|(_, half)| kernel.rows(|| rowops::gelu_mul(gate, up, out, half))),
         ExpertGate::Relu => kernel.rows(|| rowops::relu_mul(gate, up, out)),
         ExpertGate::SwigluOai => kernel.rows(|| rowops::swiglu_oai(gate, up, out)),
+        ExpertGate::ReluSquared => kernel.rows(|| rowops::relu_squared(up, out)),
     }
 }

@@ -151,7 +151,7 @@ impl Room {
         sink: &mut dyn KvSink,
     ) -> Result<f64, Error> {
         let spec = host.model.spec();
-        let (m, row, last) = (c.rows.len(), a.row(), c.layer + 1 == spec.layers.len());
+        let (m, row, last) = (c.rows.len(), a.row(), c.layer == spec.last_layer());
         let (kernel, eps) = (host.kernel, spec.eps);
         let (rope, head) = (&spec.ropes[a.rope], a.nope + a.n_rot);
         let factors = rope.factors.of(host.n_ctx).expect("asked for before the run began");

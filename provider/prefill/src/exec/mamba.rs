@@ -26,6 +26,8 @@ pub(super) struct Room {
     /// What the state gives, in the kernel's own order; and the same rounded for the output projection.
     out: Slab,
     acts: Activations,
+    /// What comes out of that projection in a layer that attends as well.
+    beside: Slab,
     /// What is carried from chunk to chunk, of the layer at hand.
     carried: Option<(History, scan::State)>,
     n_tokens: usize,
@@ -51,6 +53,7 @@ impl Room {
             acts_rank: Activations::new(m, rank, &dt),
             out: Slab::new(m * inner),
             acts: Activations::new(m, inner, &distinct(weights().map(|w| w.out.weight.ty()))),
+            beside: Slab::new(if kind::beside(model.spec()) { m * model.spec().n_embd } else { 0 }),
             carried: None,
             n_tokens,
         }
@@ -74,7 +77,7 @@ impl Room {
                 if s.rank.is_none() {
                     parts.push((&w.dt, &mut self.dt[..m * s.shape.heads]));
                 }
-                if c.layer + 1 < host.model.spec().layers.len() {
+                if c.layer < host.model.spec().last_layer() {
                     parts.push((&w.z, &mut self.z[..m * s.inner()]));
                 }
                 host.project_on_host(&stage.input, parts);
@@ -89,7 +92,7 @@ impl Room {
             }
             MambaOp::Select { rank, vectors, .. } => self.select(host, c, s, w, *rank, *vectors)?,
             MambaOp::Scan { .. } => return self.scan(host, c, s, w, sink),
-            MambaOp::Out { n, .. } => self.out(host, stage, c, s, w, *n)?,
+            MambaOp::Out { n, adds, .. } => self.out(host, stage, c, s, w, (*n, *adds))?,
         }
         Ok(0.0)
     }
@@ -162,7 +165,7 @@ impl Room {
         c: &Command,
         s: &MambaSpec,
         w: &MambaWeights<'_>,
-        n: usize,
+        (n, adds): (usize, bool),
     ) -> Result<(), Error> {
         let (m, inner, channels) = (c.rows.len(), s.inner(), s.channels());
         let (kernel, eps, out, mixed, z) = (host.kernel, host.model.spec().eps, &self.out, &self.mixed, &self.z);
@@ -184,7 +187,14 @@ impl Room {
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, "the output of the scan")?;
-        host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
+        if !adds {
+            host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
+            return Ok(());
+        }
+        host.project_on_host(&self.acts, vec![(&w.out, &mut self.beside[..m * n])]);
+        let beside = &self.beside;
+        let mut rows: Vec<&mut [f32]> = stage.out[..m * n].chunks_exact_mut(n).collect();
+        host.pool.for_each_mut(&mut rows, |i, sum| kernel.rows(|| rowops::add(sum, &beside[i * n..][..n])));
         Ok(())
     }
 }

@@ -262,7 +262,7 @@ impl<'a, K: Kernel> Run<'a, K> {
 
     fn all(mut self, plan: &Plan, sink: &mut dyn KvSink, hooks: &mut dyn Hooks) -> Result<Timings, Error> {
         let mut t = Timings::default();
-        let n_layer = self.host.model.spec().layers.len();
+        let n_layer = self.host.model.spec().last_layer() + 1;
         let mut layer = 0;
         for c in plan.commands() {
             let c = &c;

@@ -55,7 +55,7 @@ impl Room {
         match op {
             ShortConvOp::Project { .. } => {
                 let mut parts = vec![(&w.x, &mut self.x[..m * e]), (&w.before, &mut self.before[..m * e])];
-                if c.layer + 1 < host.model.spec().layers.len() {
+                if c.layer < host.model.spec().last_layer() {
                     parts.push((&w.after, &mut self.after[..m * e]));
                 }
                 host.project_on_host(&stage.input, parts);

@@ -80,22 +80,22 @@ pub enum AttentionOp {
 }
 
 impl AttentionSpec {
-    /// Reads all layers' numbers; those of layers that are `recurrent` stand for nothing.
+    /// Reads all layers' numbers; those of layers that do not attend stand for nothing.
     pub(crate) fn read(
         c: &Common<'_>,
         has_window: bool,
         windowed: &dyn Fn(usize) -> bool,
-        recurrent: &[bool],
+        attends: &[bool],
     ) -> Result<Vec<AttentionSpec>, Error> {
         let (keys, n_layer, n_embd) = (&c.keys, c.n_layer, c.n_embd);
-        // Recurrent layers may have no heads.
-        let min = u32::from(!recurrent.contains(&true));
+        // Other layers may have no heads.
+        let min = u32::from(!attends.contains(&false));
         let n_head = keys
             .per_layer_from(min, "attention.head_count", n_layer, MAX_WIDTH)?
             .ok_or_else(|| keys.wrong("attention.head_count", "no such key", "the number of query heads"))?;
         let n_head_kv =
             keys.per_layer_from(min, "attention.head_count_kv", n_layer, MAX_WIDTH)?.unwrap_or_else(|| n_head.clone());
-        for (i, _) in recurrent.iter().enumerate().filter(|(_, r)| !**r) {
+        for (i, _) in attends.iter().enumerate().filter(|(_, a)| **a) {
             keys.in_range("attention.head_count", n_head[i], MAX_WIDTH)?;
             keys.in_range("attention.head_count_kv", n_head_kv[i], MAX_WIDTH)?;
         }

@@ -1,7 +1,7 @@
 //! The plain feed-forward network: its numbers, tensors, steps and costs.
 
 use crate::Error;
-use crate::arch::{Activation, FfnShape};
+use crate::arch::{Activation, FfnShape, RecurrentLayers};
 use crate::plan::Op;
 use crate::spec::{Common, Keys, MAX_WIDTH, Spec};
 use crate::weights::{Linear, Loader};
@@ -59,8 +59,10 @@ impl DenseSpec {
     /// Reads all layers' numbers.
     pub(crate) fn read(c: &Common<'_>) -> Result<Vec<DenseSpec>, Error> {
         let keys = &c.keys;
+        // Layers of one half have a width of 0 where they have no network.
+        let min = u32::from(c.arch.recurrent_layers != RecurrentLayers::OneHalf);
         let n_ff = keys
-            .per_layer("feed_forward_length", c.n_layer, MAX_WIDTH)?
+            .per_layer_from(min, "feed_forward_length", c.n_layer, MAX_WIDTH)?
             .ok_or_else(|| keys.wrong("feed_forward_length", "no such key", "the width of the feed-forward network"))?;
         let xielu = match c.arch.activation {
             Activation::Xielu => Some(xielu(c)?),

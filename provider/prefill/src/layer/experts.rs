@@ -7,8 +7,8 @@
 use super::FeedForward;
 use super::dense::DenseSpec;
 use crate::Error;
-use crate::arch::Presence;
 use crate::arch::experts::{ExpertGate, ExpertRule, GatingRule, Setting, SharedRule, Width};
+use crate::arch::{Presence, RecurrentLayers};
 use crate::plan::Op;
 use crate::route::{Gating, Routing};
 use crate::spec::{Common, MAX_WIDTH, Spec};
@@ -41,8 +41,8 @@ pub struct ExpertsWeights<'g> {
     pub router: Linear<'g>,
     /// Added to the router's outputs for the choice alone.
     pub selection_bias: Option<Vec<f32>>,
-    /// The experts' gates.
-    pub gate: Matrices<'g>,
+    /// The experts' gates, where they have some.
+    pub gate: Option<Matrices<'g>>,
     /// What the gates multiply.
     pub up: Matrices<'g>,
     /// Back to the embedding's length.
@@ -64,7 +64,7 @@ pub struct Matrices<'g> {
 #[derive(Debug)]
 #[allow(missing_docs)] // llama.cpp's tensor names
 pub struct SharedWeights<'g> {
-    pub gate: Linear<'g>,
+    pub gate: Option<Linear<'g>>,
     pub up: Linear<'g>,
     pub down: Linear<'g>,
     /// A router of its own: one output, whose sigmoid multiplies the expert's.
@@ -92,7 +92,16 @@ pub enum ExpertsOp {
         /// Experts per position.
         used: usize,
     },
-    /// Activation of the gates times up, rounded.
+    /// The same where there are no gates.
+    ExpertsUp {
+        /// Inputs.
+        k: usize,
+        /// Outputs.
+        n: usize,
+        /// Experts per position.
+        used: usize,
+    },
+    /// Activation of the gates times up, or of up where there are no gates, rounded.
     ExpertsGate,
     /// Down projection of every expert, and the weighted sum of each position.
     ExpertsDown {
@@ -105,6 +114,13 @@ pub enum ExpertsOp {
     },
     /// The shared expert over all positions, added to the sum.
     Shared {
+        /// Inputs, and outputs at its end.
+        k: usize,
+        /// Its width.
+        n: usize,
+    },
+    /// The same where it has no gate.
+    SharedUp {
         /// Inputs, and outputs at its end.
         k: usize,
         /// Its width.
@@ -220,6 +236,11 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         weights_first: rule.weights_first,
     };
     let mut all = vec![FeedForward::Experts(experts); c.n_layer as usize];
+    if c.arch.recurrent_layers == RecurrentLayers::OneHalf {
+        // Layers of one half have a width of 0 where they have no network.
+        let widths = keys.per_layer_from(0, "feed_forward_length", c.n_layer, MAX_WIDTH)?.unwrap_or_default();
+        all.iter_mut().zip(widths).filter(|(_, n)| *n == 0).for_each(|(ffn, _)| *ffn = FeedForward::None);
+    }
     if lead > 0 {
         for (i, d) in DenseSpec::read(c)?.into_iter().enumerate().take(lead as usize) {
             all[i] = FeedForward::Dense(d);
@@ -262,11 +283,17 @@ impl ExpertsSpec {
         let (experts, used) = (self.routing.n_expert, self.routing.n_used);
         let mut ops = vec![
             ExpertsOp::Route { k: e, experts, used },
-            ExpertsOp::ExpertsGateUp { k: e, n: ff, used },
+            match self.gate.has_matrix() {
+                true => ExpertsOp::ExpertsGateUp { k: e, n: ff, used },
+                false => ExpertsOp::ExpertsUp { k: e, n: ff, used },
+            },
             ExpertsOp::ExpertsGate,
             ExpertsOp::ExpertsDown { k: ff, n: e, used },
         ];
-        ops.extend(self.n_shared.map(|n| ExpertsOp::Shared { k: e, n }));
+        ops.extend(self.n_shared.map(|n| match self.gate.has_matrix() {
+            true => ExpertsOp::Shared { k: e, n },
+            false => ExpertsOp::SharedUp { k: e, n },
+        }));
         ops.into_iter().map(Op::Experts).collect()
     }
 
@@ -289,17 +316,19 @@ impl<'g> ExpertsWeights<'g> {
         let (gate, up) = if rule.fused && loader.has(&format!("{fused}.weight")) {
             let both = loader.matrices(&format!("{fused}.weight"), e, 2 * ff, n)?;
             let half = |first| both.iter().map(|w| w.rows(first, ff).expect("half of the rows")).collect();
-            (Matrices { weights: half(0), bias: None }, Matrices { weights: half(ff), bias: None })
+            (Some(Matrices { weights: half(0), bias: None }), Matrices { weights: half(ff), bias: None })
         } else {
-            (
-                Matrices::load(loader, &name("ffn_gate_exps"), [e, ff, n], rule.biases)?,
-                Matrices::load(loader, &name("ffn_up_exps"), [e, ff, n], rule.biases)?,
-            )
+            let mut matrices = |what: &str| Matrices::load(loader, &name(what), [e, ff, n], rule.biases);
+            let gate = if x.gate.has_matrix() { Some(matrices("ffn_gate_exps")?) } else { None };
+            (gate, matrices("ffn_up_exps")?)
         };
         let shared = match x.n_shared {
             None => None,
             Some(width) => Some(SharedWeights {
-                gate: loader.linear(&name("ffn_gate_shexp"), e, width, Presence::Never)?,
+                gate: match x.gate.has_matrix() {
+                    true => Some(loader.linear(&name("ffn_gate_shexp"), e, width, Presence::Never)?),
+                    false => None,
+                },
                 up: loader.linear(&name("ffn_up_shexp"), e, width, Presence::Never)?,
                 down: loader.linear(&name("ffn_down_shexp"), width, e, Presence::Never)?,
                 mix: match rule.shared_mix {
@@ -322,7 +351,7 @@ impl<'g> ExpertsWeights<'g> {
     pub(crate) fn input_types(&self) -> Vec<WeightType> {
         let mut types = vec![self.router.weight.ty()];
         if let Some(s) = &self.shared {
-            types.extend([&s.gate, &s.up].map(|l| l.weight.ty()));
+            types.extend(s.gate.iter().chain([&s.up]).map(|l| l.weight.ty()));
             types.extend(s.mix.iter().map(|l| l.weight.ty()));
         }
         types
@@ -330,7 +359,7 @@ impl<'g> ExpertsWeights<'g> {
 
     /// Types of the matrices that meet it position by position, grouped by expert.
     pub(crate) fn grouped_types(&self) -> Vec<WeightType> {
-        [&self.gate, &self.up].map(|m| m.weights[0].ty()).into()
+        self.gate.iter().chain([&self.up]).map(|m| m.weights[0].ty()).collect()
     }
 }
 
@@ -353,8 +382,11 @@ impl ExpertsOp {
         match self {
             ExpertsOp::Route { k, experts, .. } => 2 * m * (*k * *experts) as u64,
             ExpertsOp::ExpertsGateUp { k, n, used } => 4 * m * (*k * *n * *used) as u64,
-            ExpertsOp::ExpertsDown { k, n, used } => 2 * m * (*k * *n * *used) as u64,
+            ExpertsOp::ExpertsUp { k, n, used } | ExpertsOp::ExpertsDown { k, n, used } => {
+                2 * m * (*k * *n * *used) as u64
+            }
             ExpertsOp::Shared { k, n } => 6 * m * (*k * *n) as u64,
+            ExpertsOp::SharedUp { k, n } => 4 * m * (*k * *n) as u64,
             ExpertsOp::ExpertsGate => 0,
         }
     }

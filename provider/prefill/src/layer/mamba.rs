@@ -3,6 +3,7 @@
 //! Source: llama.cpp's `src/models/{mamba,mamba2,mamba-base}.cpp`. Mamba is Mamba-2 with heads of one channel, whose steps
 //! and vectors are projected from what the convolution gives instead of from the layer's input.
 
+use super::Mixer;
 use super::delta::{MAX_TAPS, conv, fits};
 use crate::Error;
 use crate::arch::{Presence, Recurrence};
@@ -24,6 +25,8 @@ pub struct MambaSpec {
     pub rank: Option<usize>,
     /// Mamba: whether those numbers and both vectors are normed.
     pub normed: Normed,
+    /// Mamba-2: whether there is a norm behind the gate.
+    pub out_norm: Presence,
 }
 
 /// How what selects is normed.
@@ -99,6 +102,8 @@ pub enum MambaOp {
         k: usize,
         /// Outputs.
         n: usize,
+        /// They are added to what attention gave.
+        adds: bool,
     },
 }
 
@@ -106,7 +111,10 @@ impl MambaSpec {
     /// Reads the numbers, which all such layers share.
     pub(crate) fn read(c: &Common<'_>) -> Result<MambaSpec, Error> {
         let keys = &c.keys;
-        let second = c.arch.recurrence == Some(Recurrence::Mamba2);
+        let (second, out_norm) = match c.arch.recurrence {
+            Some(Recurrence::Mamba2 { norm }) => (true, norm),
+            _ => (false, Presence::Never),
+        };
         let taps = keys.size("ssm.conv_kernel", MAX_TAPS)?;
         let state = keys.size("ssm.state_size", MAX_WIDTH)?;
         let rank = keys.size("ssm.time_step_rank", MAX_WIDTH)?;
@@ -134,7 +142,7 @@ impl MambaSpec {
         };
         let [heads, dim, state, groups] = [heads, inner / heads, state, groups].map(|n| n as usize);
         let rank = (!second).then_some(rank as usize);
-        Ok(MambaSpec { shape: Shape { heads, dim, state, groups }, taps: taps as usize, rank, normed })
+        Ok(MambaSpec { shape: Shape { heads, dim, state, groups }, taps: taps as usize, rank, normed, out_norm })
     }
 
     /// Channels of all heads.
@@ -157,7 +165,8 @@ impl MambaSpec {
         ((self.taps - 1) * self.channels(), self.inner() * self.shape.state)
     }
 
-    pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
+    /// The steps of a chunk; `beside`: attention gave its part before.
+    pub(crate) fn ops(&self, spec: &Spec, last: bool, beside: bool) -> Vec<Op> {
         let (e, inner) = (spec.n_embd, self.inner());
         let gate = if last { 0 } else { inner };
         let steps = if self.rank.is_some() { 0 } else { self.shape.heads };
@@ -170,7 +179,7 @@ impl MambaSpec {
         }
         ops.push(MambaOp::Scan { channels: inner, state: self.shape.state });
         if !last {
-            ops.push(MambaOp::Out { k: inner, n: e });
+            ops.push(MambaOp::Out { k: inner, n: e, adds: beside });
         }
         ops.into_iter().map(Op::Mamba).collect()
     }
@@ -219,7 +228,7 @@ impl<'g> MambaWeights<'g> {
             dt: Linear { bias: Some(bias), ..all.rows(inner + channels, heads) },
             a: loader.values(&name("ssm_a"), &[1, heads])?,
             d: d.into_iter().flat_map(|d| std::iter::repeat_n(d, s.shape.dim)).collect(),
-            norm: Some(loader.values(&name("ssm_norm.weight"), &[inner / groups, groups])?),
+            norm: loader.table(&name("ssm_norm.weight"), inner / groups, groups, s.out_norm)?,
             out,
         })
     }
@@ -233,7 +242,7 @@ impl MambaOp {
     /// Multiplications and additions over `m` rows.
     pub(crate) fn flops(&self, m: u64) -> u64 {
         match self {
-            MambaOp::Project { k, n } | MambaOp::Out { k, n } => 2 * m * (*k * *n) as u64,
+            MambaOp::Project { k, n } | MambaOp::Out { k, n, .. } => 2 * m * (*k * *n) as u64,
             MambaOp::Conv { channels, taps } => 2 * m * (*channels * *taps) as u64,
             MambaOp::Select { k, rank, vectors } => 2 * m * (*k * (*rank + *vectors) + *rank * *k) as u64,
             // Fading, an input and an output of two operations each.
@@ -247,10 +256,17 @@ pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &MambaSpec> {
     spec.layers.iter().filter_map(|l| l.mixer.mamba())
 }
 
+/// Whether a layer attends as well.
+pub(crate) fn beside(spec: &Spec) -> bool {
+    spec.layers.iter().any(|l| matches!(l.mixer, Mixer::Beside(..)))
+}
+
 /// Bytes: one layer's state, and a chunk's projections, what becomes of them, and rounded tiles.
 pub(crate) fn memory(spec: &Spec, chunk: usize) -> usize {
     let most = |f: &dyn Fn(&MambaSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
     let state = most(&|s| s.n_embd().0 + s.n_embd().1);
+    // What it gives beside attention, until it is added.
+    let beside = if beside(spec) { spec.n_embd } else { 0 };
     let between = |s: &MambaSpec| s.rank.map_or(0, |rank| 2 * rank + 2 * s.vectors() + s.inner());
-    4 * state + chunk * 4 * most(&|s| 2 * s.channels() + 3 * s.inner() + s.shape.heads + between(s))
+    4 * state + chunk * 4 * (beside + most(&|s| 2 * s.channels() + 3 * s.inner() + s.shape.heads + between(s)))
 }

@@ -38,6 +38,10 @@ pub enum Mixer {
     ShortConv(ShortConvSpec),
     /// A selective scan.
     Mamba(MambaSpec),
+    /// Attention and a selective scan of the same input; what they give is added up.
+    Beside(AttentionSpec, MambaSpec),
+    /// Nothing: the layer has no first half.
+    None,
 }
 
 /// What follows in a layer, position by position.
@@ -55,7 +59,7 @@ impl Mixer {
     /// The numbers of attention.
     pub fn attention(&self) -> Option<&AttentionSpec> {
         match self {
-            Mixer::Attention(a) => Some(a),
+            Mixer::Attention(a) | Mixer::Beside(a, _) => Some(a),
             _ => None,
         }
     }
@@ -87,7 +91,7 @@ impl Mixer {
     /// The numbers of a selective scan.
     pub fn mamba(&self) -> Option<&MambaSpec> {
         match self {
-            Mixer::Mamba(s) => Some(s),
+            Mixer::Mamba(s) | Mixer::Beside(_, s) => Some(s),
             _ => None,
         }
     }
@@ -95,10 +99,10 @@ impl Mixer {
     /// Numbers in the convolution's history and in the state, where the layer is recurrent.
     pub fn recurrent(&self, spec: &Spec) -> Option<(usize, usize)> {
         match self {
-            Mixer::Attention(_) | Mixer::Latent(_) => None,
+            Mixer::Attention(_) | Mixer::Latent(_) | Mixer::None => None,
             Mixer::Delta(d) => Some(d.n_embd()),
             Mixer::ShortConv(s) => Some(((s.taps - 1) * spec.n_embd, 0)),
-            Mixer::Mamba(s) => Some(s.n_embd()),
+            Mixer::Mamba(s) | Mixer::Beside(_, s) => Some(s.n_embd()),
         }
     }
 
@@ -109,12 +113,19 @@ impl Mixer {
             Mixer::Latent(a) => a.ops(spec, last),
             Mixer::Delta(d) => d.ops(spec, last),
             Mixer::ShortConv(s) => s.ops(spec, last),
-            Mixer::Mamba(s) => s.ops(spec, last),
+            Mixer::Mamba(s) => s.ops(spec, last, false),
+            Mixer::Beside(a, s) => [a.ops(spec, last), s.ops(spec, last, true)].concat(),
+            Mixer::None => Vec::new(),
         }
     }
 }
 
 impl FeedForward {
+    /// A plain network, none where it has no width.
+    pub(crate) fn from_dense(dense: DenseSpec) -> FeedForward {
+        if dense.n_ff == 0 { FeedForward::None } else { FeedForward::Dense(dense) }
+    }
+
     /// The numbers of a plain network.
     pub fn dense(&self) -> Option<&DenseSpec> {
         match self {
@@ -167,6 +178,8 @@ pub enum MixerWeights<'g> {
     Delta(DeltaWeights<'g>),
     ShortConv(ShortConvWeights<'g>),
     Mamba(MambaWeights<'g>),
+    Beside(Box<(AttentionWeights<'g>, MambaWeights<'g>)>),
+    None,
 }
 
 /// Tensors of a [`FeedForward`].
@@ -186,6 +199,11 @@ impl<'g> MixerWeights<'g> {
             Mixer::Delta(d) => MixerWeights::Delta(DeltaWeights::load(loader, spec, d, prefix)?),
             Mixer::ShortConv(s) => MixerWeights::ShortConv(ShortConvWeights::load(loader, spec, s, prefix)?),
             Mixer::Mamba(s) => MixerWeights::Mamba(MambaWeights::load(loader, spec, s, prefix)?),
+            Mixer::Beside(a, s) => MixerWeights::Beside(Box::new((
+                AttentionWeights::load(loader, spec, a, prefix)?,
+                MambaWeights::load(loader, spec, s, prefix)?,
+            ))),
+            Mixer::None => MixerWeights::None,
         })
     }
 
@@ -193,6 +211,7 @@ impl<'g> MixerWeights<'g> {
     pub fn attention(&self) -> Option<&AttentionWeights<'g>> {
         match self {
             MixerWeights::Attention(a) => Some(a),
+            MixerWeights::Beside(both) => Some(&both.0),
             _ => None,
         }
     }
@@ -217,6 +236,7 @@ impl<'g> MixerWeights<'g> {
     pub fn mamba(&self) -> Option<&MambaWeights<'g>> {
         match self {
             MixerWeights::Mamba(s) => Some(s),
+            MixerWeights::Beside(both) => Some(&both.1),
             _ => None,
         }
     }
@@ -237,6 +257,8 @@ impl<'g> MixerWeights<'g> {
             MixerWeights::Delta(d) => d.input_types(),
             MixerWeights::ShortConv(s) => s.input_types(),
             MixerWeights::Mamba(s) => s.input_types(),
+            MixerWeights::Beside(both) => [both.0.input_types(), both.1.input_types()].concat(),
+            MixerWeights::None => Vec::new(),
         }
     }
 }
@@ -287,7 +309,10 @@ impl<'g> LayerWeights<'g> {
         if l.ffn_input == FfnInput::BesideMixer && spec.arch.layout == Layout::SecondNorm {
             (norms.mixer, norms.ffn) = (Some("attn_norm_2"), norms.mixer);
         }
-        if l.ffn_input == FfnInput::Shared || matches!(l.ffn, FeedForward::None) {
+        if matches!(l.mixer, Mixer::None) {
+            // A layer's only norm stands before its only half.
+            (norms.mixer, norms.ffn) = (None, norms.mixer);
+        } else if l.ffn_input == FfnInput::Shared || matches!(l.ffn, FeedForward::None) {
             norms.ffn = None;
         }
         let mut before = |stem: Option<&str>| match stem {
@@ -299,10 +324,10 @@ impl<'g> LayerWeights<'g> {
         Ok(LayerWeights {
             norm,
             mixer: MixerWeights::load(loader, spec, &l.mixer, &prefix)?,
-            post_norm: loader.post_norm(&name("post_attention_norm"), e, post)?,
+            post_norm: loader.maybe_norm(&name("post_attention_norm"), e, post)?,
             ffn_norm,
             ffn: FfnWeights::load(loader, spec, &l.ffn, &prefix)?,
-            ffn_post_norm: loader.post_norm(&name("post_ffw_norm"), e, post)?,
+            ffn_post_norm: loader.maybe_norm(&name("post_ffw_norm"), e, post)?,
         })
     }
 }

@@ -130,7 +130,7 @@ impl Spec {
         let ffn: Vec<FeedForward> = match arch.experts {
             _ if !arch.feed_forward => vec![FeedForward::None; n_layer as usize],
             Some(rule) => experts::read(&common, rule, n_vocab)?,
-            None => DenseSpec::read(&common)?.into_iter().map(FeedForward::Dense).collect(),
+            None => DenseSpec::read(&common)?.into_iter().map(FeedForward::from_dense).collect(),
         };
         let mrope = rotation::sections(&common)?;
         let (mixers, ropes) = if arch.latent {
@@ -178,28 +178,40 @@ impl Spec {
     pub fn n_layer(&self) -> u32 {
         self.layers.len() as u32
     }
+
+    /// The last layer that the decoder's memory has a part for: what comes after that is never computed.
+    pub fn last_layer(&self) -> usize {
+        self.layers.iter().rposition(|l| !matches!(l.mixer, Mixer::None)).unwrap_or(0)
+    }
 }
 
 /// What mixes the positions of each layer.
 fn mixers(common: &Common<'_>, has_window: bool, windowed: &dyn Fn(usize) -> bool) -> Result<Vec<Mixer>, Error> {
-    let recurrent = recurrent::read(common)?;
+    let layers = recurrent::read(common)?;
     let mut state = None;
-    if let Some(kind) = common.arch.recurrence.filter(|_| recurrent.contains(&true)) {
+    if let Some(kind) = common.arch.recurrence.filter(|_| layers.iter().any(|l| l.recurrent)) {
         state = Some(match kind {
             Recurrence::DeltaNet { .. } => Mixer::Delta(DeltaSpec::read(common)?),
             Recurrence::ShortConv => Mixer::ShortConv(ShortConvSpec::read(common)?),
-            Recurrence::Mamba | Recurrence::Mamba2 => Mixer::Mamba(MambaSpec::read(common)?),
+            Recurrence::Mamba | Recurrence::Mamba2 { .. } => Mixer::Mamba(MambaSpec::read(common)?),
         });
     }
-    if let Some(state) = state.as_ref().filter(|_| !recurrent.contains(&false)) {
-        return Ok(vec![state.clone(); recurrent.len()]);
+    let attends: Vec<bool> = layers.iter().map(|l| l.attends).collect();
+    let mut attention = Vec::new();
+    if attends.contains(&true) {
+        attention = AttentionSpec::read(common, has_window, windowed, &attends)?;
     }
-    let attention = AttentionSpec::read(common, has_window, windowed, &recurrent)?;
-    let mixer = |(a, recurrent)| match &state {
-        Some(state) if recurrent => state.clone(),
-        _ => Mixer::Attention(a),
+    let mixer = |(i, of): (usize, &recurrent::Mixes)| {
+        let attention = attention.get(i).filter(|_| of.attends);
+        match (attention, state.as_ref().filter(|_| of.recurrent)) {
+            (None, None) => Mixer::None,
+            (Some(a), None) => Mixer::Attention(a.clone()),
+            (None, Some(state)) => state.clone(),
+            (Some(a), Some(Mixer::Mamba(s))) => Mixer::Beside(a.clone(), s.clone()),
+            (Some(_), Some(_)) => unreachable!("no architecture has another state beside attention in one layer"),
+        }
     };
-    Ok(attention.into_iter().zip(recurrent).map(mixer).collect())
+    Ok(layers.iter().enumerate().map(mixer).collect())
 }
 
 /// Entries of the vocabulary, by the embedding matrix.

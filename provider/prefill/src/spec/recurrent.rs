@@ -1,26 +1,49 @@
-//! Which layers carry a state along instead of attending, from a model's metadata.
+//! Which layers carry a state along instead of attending, or beside it, from a model's metadata.
 
-use super::Common;
+use super::{Common, MAX_WIDTH};
 use crate::Error;
 use crate::arch::{Recurrence, RecurrentLayers};
 
-/// Per layer: whether it is recurrent.
-pub(super) fn read(c: &Common<'_>) -> Result<Vec<bool>, Error> {
+/// What a layer mixes positions by.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub(super) struct Mixes {
+    /// Attention.
+    pub attends: bool,
+    /// A state.
+    pub recurrent: bool,
+}
+
+/// Per layer.
+pub(super) fn read(c: &Common<'_>) -> Result<Vec<Mixes>, Error> {
     let (keys, n) = (&c.keys, c.n_layer);
-    let Some(kind) = c.arch.recurrence else { return Ok(vec![false; n as usize]) };
-    let layers: Vec<bool> = match c.arch.recurrent_layers {
-        RecurrentLayers::All => vec![true; n as usize],
-        RecurrentLayers::WithoutKvHeads => {
-            let heads = keys.per_layer_from(0, "attention.head_count_kv", n, super::MAX_WIDTH)?;
-            let heads = heads.ok_or_else(|| {
-                keys.wrong("attention.head_count_kv", "no such key", "the key-value heads of each layer")
-            })?;
-            heads.into_iter().map(|h| h == 0).collect()
+    let Some(kind) = c.arch.recurrence else { return Ok(vec![Mixes { attends: true, recurrent: false }; n as usize]) };
+    let either = |recurrent: bool| Mixes { attends: !recurrent, recurrent };
+    let heads_kv = || {
+        let heads = keys.per_layer_from(0, "attention.head_count_kv", n, MAX_WIDTH)?;
+        heads.ok_or_else(|| keys.wrong("attention.head_count_kv", "no such key", "the key-value heads of each layer"))
+    };
+    let layers: Vec<Mixes> = match c.arch.recurrent_layers {
+        RecurrentLayers::All => vec![either(true); n as usize],
+        RecurrentLayers::BesideAttention => vec![Mixes { attends: true, recurrent: true }; n as usize],
+        RecurrentLayers::WithoutKvHeads => heads_kv()?.into_iter().map(|h| either(h == 0)).collect(),
+        RecurrentLayers::OneHalf => {
+            let key = "feed_forward_length";
+            let widths = keys.per_layer_from(0, key, n, MAX_WIDTH)?;
+            let widths = widths.ok_or_else(|| keys.wrong(key, "no such key", "the width of each layer's network"))?;
+            let layer = |(heads, width): (u32, u32)| match width {
+                0 => either(heads == 0),
+                _ => Mixes { attends: false, recurrent: false },
+            };
+            let layers: Vec<Mixes> = heads_kv()?.into_iter().zip(widths).map(layer).collect();
+            if layers.iter().all(|l| !l.attends && !l.recurrent) {
+                return Err(keys.wrong(key, "a width in every layer", "0 in those that mix positions"));
+            }
+            layers
         }
         RecurrentLayers::Interval => {
             let key = "attention.recurrent_layers";
             match keys.flags(key, n)? {
-                Some(layers) => layers,
+                Some(layers) => layers.into_iter().map(either).collect(),
                 None => {
                     let key = "full_attention_interval";
                     let every = keys.u32(key)?.unwrap_or(4);
@@ -28,7 +51,7 @@ pub(super) fn read(c: &Common<'_>) -> Result<Vec<bool>, Error> {
                         return Err(keys.wrong(key, every, "a positive number"));
                     }
                     // Blocks that only predict attend, but nothing is made of them.
-                    (1..=n).map(|i| !i.is_multiple_of(every)).collect()
+                    (1..=n).map(|i| either(!i.is_multiple_of(every))).collect()
                 }
             }
         }

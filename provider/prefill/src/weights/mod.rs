@@ -51,7 +51,12 @@ impl Norm {
     pub(crate) fn apply_part(&self, from: usize, kind: NormKind, eps: f32, x: &[f32], out: &mut [f32]) {
         let [weight, bias] = [&self.weight, &self.bias].map(|v| v.as_ref().map(|v| &v[from..][..x.len()]));
         match (kind, weight) {
-            (NormKind::Rms, Some(weight)) => rowops::rms_norm(x, weight, eps, out),
+            (NormKind::Rms, Some(weight)) => {
+                rowops::rms_norm(x, weight, eps, out);
+                if let Some(bias) = bias {
+                    rowops::add(out, bias);
+                }
+            }
             (NormKind::Rms, None) => rowops::rms_norm_plain(x, eps, out),
             (NormKind::Layer, weight) => rowops::layer_norm(x, weight, bias, eps, out),
         }
@@ -115,7 +120,8 @@ fn supported_types() -> String {
 pub(crate) struct Loader<'g> {
     gguf: &'g Gguf,
     used: HashSet<&'g str>,
-    norm_kind: NormKind,
+    /// Of norms of the residual stream.
+    norm_bias: Presence,
 }
 
 impl<'g> Loader<'g> {
@@ -211,21 +217,13 @@ impl<'g> Loader<'g> {
         Ok(norm.expect("the loader returns what is required or an error"))
     }
 
-    /// A norm after a half of a layer. One architecture's files name it without `.weight`.
-    pub fn post_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
+    /// A norm. Files of some architectures name some of them without `.weight`.
+    pub fn maybe_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
         if self.has(stem) && presence != Presence::Never {
             return Ok(self.vector(stem, n, presence)?.map(|weight| Norm { weight: Some(weight), bias: None }));
         }
-        self.maybe_norm(stem, n, presence)
-    }
-
-    /// A norm.
-    pub fn maybe_norm(&mut self, stem: &str, n: usize, presence: Presence) -> Result<Option<Norm>, Error> {
         let Some(weight) = self.vector(&format!("{stem}.weight"), n, presence)? else { return Ok(None) };
-        let bias = match self.norm_kind {
-            NormKind::Rms => None,
-            NormKind::Layer => self.vector(&format!("{stem}.bias"), n, Presence::Optional)?,
-        };
+        let bias = self.vector(&format!("{stem}.bias"), n, self.norm_bias)?;
         Ok(Some(Norm { weight: Some(weight), bias }))
     }
 }
@@ -305,7 +303,11 @@ impl<'g> Weights<'g> {
     /// [`Error::Tensor`] for a missing or misshapen tensor, [`Error::Unsupported`] for a weight type that is not built
     /// and for a tensor that is not known.
     pub fn load(gguf: &'g Gguf, spec: &Spec) -> Result<Weights<'g>, Error> {
-        let mut loader = Loader { gguf, used: HashSet::new(), norm_kind: spec.arch.norm };
+        let norm_bias = match spec.arch.norm {
+            NormKind::Rms => spec.arch.rms_bias,
+            NormKind::Layer => Presence::Optional,
+        };
+        let mut loader = Loader { gguf, used: HashSet::new(), norm_bias };
         // Read or skipped by name: the output side is never computed; rope factors are in the spec.
         for name in ["output_norm.bias", "output.weight", "output.bias"] {
             loader.find(name);

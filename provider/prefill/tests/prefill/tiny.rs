@@ -81,6 +81,22 @@ impl Tiny {
                 w.array_u32(&key("attention.head_count_kv"), &[0, self.n_head_kv, 0]);
                 w.u32(&key("shortconv.l_cache"), 3);
             }
+            // As in granitehybrid; in nemotron_h one layer of each kind; in falcon-h1 both side by side. Four heads of 8 channels.
+            "granitehybrid" | "nemotron_h" | "falcon-h1" => {
+                if self.arch != "falcon-h1" {
+                    w.remove(&key("attention.head_count_kv"));
+                    w.array_u32(&key("attention.head_count_kv"), &[0, self.n_head_kv, 0]);
+                }
+                if self.arch == "nemotron_h" {
+                    w.remove(&key("feed_forward_length"));
+                    w.array_u32(&key("feed_forward_length"), &[0, 0, self.n_ff]);
+                }
+                w.u32(&key("ssm.conv_kernel"), 4)
+                    .u32(&key("ssm.state_size"), 8)
+                    .u32(&key("ssm.inner_size"), 32)
+                    .u32(&key("ssm.time_step_rank"), 4)
+                    .u32(&key("ssm.group_count"), 2);
+            }
             _ => {}
         }
         let mut rng = Rng(0x5EED);
@@ -97,7 +113,23 @@ impl Tiny {
         for i in 0..self.n_layer {
             let t = |n: &str| format!("blk.{i}.{n}");
             random(&mut w, &t("attn_norm.weight"), &[e], 1.0, 0.1);
+            let scans = match self.arch {
+                "granitehybrid" => i != 1,
+                "nemotron_h" => i == 0,
+                arch => arch == "falcon-h1",
+            };
+            if scans {
+                random(&mut w, &t("ssm_in.weight"), &[e, 2 * 32 + 2 * 2 * 8 + 4], 0.0, 0.12);
+                random(&mut w, &t("ssm_conv1d.weight"), &[4, 32 + 2 * 2 * 8], 0.0, 0.5);
+                random(&mut w, &t("ssm_conv1d.bias"), &[32 + 2 * 2 * 8], 0.0, 0.3);
+                random(&mut w, &t("ssm_dt.bias"), &[4], 0.0, 0.3);
+                random(&mut w, &t("ssm_a"), &[1, 4], -0.3, 0.05);
+                random(&mut w, &t("ssm_d"), &[1, 4], 0.5, 0.1);
+                random(&mut w, &t("ssm_norm.weight"), &[16, 2], 1.0, 0.1);
+                random(&mut w, &t("ssm_out.weight"), &[32, e], 0.0, 0.12);
+            }
             match self.arch {
+                "granitehybrid" | "nemotron_h" if i != 1 => {}
                 "qwen35" if i != 1 => {
                     random(&mut w, &t("attn_qkv.weight"), &[e, 64], 0.0, 0.12);
                     random(&mut w, &t("attn_gate.weight"), &[e, 32], 0.0, 0.12);
@@ -126,9 +158,21 @@ impl Tiny {
                     }
                 }
             }
-            let ffn_norm = if self.arch == "qwen35" { "post_attention_norm.weight" } else { "ffn_norm.weight" };
-            random(&mut w, &t(ffn_norm), &[e], 1.0, 0.1);
+            let ffn_norm = match self.arch {
+                "qwen35" => "post_attention_norm.weight",
+                "falcon-h1" => "ffn_norm",
+                _ => "ffn_norm.weight",
+            };
+            if self.arch != "nemotron_h" {
+                random(&mut w, &t(ffn_norm), &[e], 1.0, 0.1);
+            }
             match self.experts {
+                None if self.arch == "nemotron_h" => {
+                    if i == 2 {
+                        random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
+                        random(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
+                    }
+                }
                 None => {
                     random(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
                     random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
