@@ -19,9 +19,11 @@ pub struct Shape {
     pub head_k: usize,
     /// Channels of a value head.
     pub head_v: usize,
+    /// Channels of a head, key or value, in layers that see only the window.
+    pub head_sliding: [usize; 2],
     /// The sliding window, if the model has one.
     pub window: Option<usize>,
-    /// Per layer: it sees only the window.
+    /// Per layer: it sees only the window. Layers that read other layers' keys and values have no place here.
     pub sliding: Vec<bool>,
     /// Per layer: whether it attends.
     pub attends: Vec<bool>,
@@ -64,6 +66,9 @@ fn window_rule(arch: &str, n_layer: usize) -> Option<(Option<usize>, usize)> {
     match arch {
         "gemma2" => Some((Some(4096), 2)),
         "gemma3" => Some((None, 6)),
+        // The file says it layer by layer.
+        "gemma4" => Some((None, 0)),
+        "gemma3n" => Some((None, 5)),
         "gpt-oss" => Some((None, 2)),
         "mellum" => Some((None, 4)),
         "olmo2" | "cohere2" => Some((None, 4)),
@@ -93,7 +98,7 @@ impl Shape {
                 _ => Ok(vec![number(k)?.unwrap_or(default); n_layer]),
             }
         };
-        let heads_kv = per_layer("attention.head_count_kv", n_head)?;
+        let mut heads_kv = per_layer("attention.head_count_kv", n_head)?;
         let head_k = number("attention.key_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
         // Latent attention keeps one row that is key and value at once: there is no V.
         let latent = number("attention.key_length_mla")?.is_some_and(|n| n > 0);
@@ -105,7 +110,7 @@ impl Shape {
             None => None,
         };
         let pattern = key("attention.sliding_window_pattern");
-        let sliding = match (model.get(&pattern), window) {
+        let mut sliding = match (model.get(&pattern), window) {
             (_, None) => vec![false; n_layer],
             (Some(gguf::Value::Array(a)), _) if a.elem_type() == gguf::ValueType::Bool => {
                 ensure!(a.len() == n_layer, "{pattern} has {} entries for {n_layer} layers", a.len());
@@ -136,9 +141,23 @@ impl Shape {
             }
             Ok(rows(il, "shortconv.conv.weight", 0).map(|taps| ((taps - 1) * n_embd, 0)))
         };
-        let recurrent = (0..n_layer).map(state).collect::<Result<Vec<_>>>()?;
+        let mut recurrent = (0..n_layer).map(state).collect::<Result<Vec<_>>>()?;
         // Every kind of attention ends in it, and nothing else has it.
-        let attends = (0..n_layer).map(|il| rows(il, "attn_output.weight", 0).is_some()).collect();
+        let mut attends: Vec<bool> = (0..n_layer).map(|il| rows(il, "attn_output.weight", 0).is_some()).collect();
+        let head_sliding = [("attention.key_length_swa", head_k), ("attention.value_length_swa", head_v)];
+        let [k, v] = head_sliding.map(|(key, full)| number(key).map(|n| n.unwrap_or(full)));
+        let head_sliding = [k?, v?];
+        // The last layers may have nothing of their own in the memory.
+        let shared = number("attention.shared_kv_layers")?.unwrap_or(0);
+        let own = match arch.as_str() {
+            // Whatever the file says.
+            "gemma3n" => n_layer.min(20),
+            _ => n_layer.checked_sub(shared).context("more layers share keys and values than there are")?,
+        };
+        sliding.truncate(own);
+        heads_kv.truncate(own);
+        recurrent.truncate(own);
+        attends.truncate(own);
         let embeddings = model.tensor("token_embd.weight").context("no tensor token_embd.weight")?;
         let mut weights = Weights::F32;
         for t in model.tensors().filter(|t| t.name.starts_with("blk.") && t.n_dims > 1) {
@@ -155,6 +174,7 @@ impl Shape {
             cell_ext,
             head_k,
             head_v,
+            head_sliding,
             window,
             sliding,
             attends,
@@ -172,23 +192,28 @@ impl Shape {
 
     /// The decoder's memory for this model and these options.
     pub fn kv_spec(&self, o: &CacheOptions) -> KvSpec {
-        let layer = |il: usize| LayerKv {
-            layer: il as u32,
-            n_embd_k: (self.heads_kv[il] * self.head_k) as u32,
-            n_embd_v: (self.heads_kv[il] * self.head_v) as u32,
+        let layer = |il: usize| {
+            let [k, v] = self.head(self.sliding[il]);
+            let heads = self.heads_kv[il];
+            LayerKv { layer: il as u32, n_embd_k: (heads * k) as u32, n_embd_v: (heads * v) as u32 }
         };
         let pick = |sliding: bool| self.attending(sliding).map(layer).collect();
         // By llama.cpp's rule: keys in the largest power of two times 64 that divides a head, values in 64, quantised caches only.
         let widest = |head: usize| (6..16).map(|i| 1 << i).take_while(|n| head.is_multiple_of(*n)).last().unwrap_or(0);
-        let keys = if o.type_k.is_quantised() { widest(self.head_k) } else { 0 };
-        let values = if o.type_v.is_quantised() { widest(self.head_v).min(64) } else { 0 };
-        let n_rot = (keys as u32, values as u32);
-        let mut sections = vec![KvSection { layers: pick(false), window: None, n_rot }];
+        let n_rot = |sliding: bool| {
+            let [k, v] = self.head(sliding);
+            // Whether there is rotation at all depends on the first layer, whichever cache it is in.
+            let first = self.head(self.sliding.first() == Some(&true)).map(|head| head.is_multiple_of(64));
+            let keys = if o.type_k.is_quantised() && first[0] { widest(k) } else { 0 };
+            let values = if o.type_v.is_quantised() && first[1] { widest(v).min(64) } else { 0 };
+            (keys as u32, values as u32)
+        };
+        let mut sections = vec![KvSection { layers: pick(false), window: None, n_rot: n_rot(false) }];
         if self.attending(false).chain(self.attending(true)).next().is_none() {
             sections.clear();
         }
         if let Some(window) = self.window {
-            sections.push(KvSection { layers: pick(true), window: Some(window as u32), n_rot });
+            sections.push(KvSection { layers: pick(true), window: Some(window as u32), n_rot: n_rot(true) });
         }
         let rec = |il: usize| {
             let (r, s) = self.recurrent[il]?;
@@ -206,6 +231,11 @@ impl Shape {
             swa_full: o.swa_full,
             n_stream: o.n_stream,
         }
+    }
+
+    /// Channels of a key head and of a value head.
+    fn head(&self, sliding: bool) -> [usize; 2] {
+        if sliding { self.head_sliding } else { [self.head_k, self.head_v] }
     }
 
     /// The model layer of a section's n-th layer.

@@ -143,7 +143,8 @@ impl<'g> Model<'g> {
 }
 
 /// The widths in which keys and values of the cache of layers with or without a window are rotated before they are stored; 0 where
-/// they are not. A cache is rotated only where the heads of all its layers have one size.
+/// they are not. A cache is rotated only where the heads of all its layers have one size, and only where those of the model's first
+/// layer, which may be in the other cache, are whole multiples of 64 (`llama_kv_cache`'s constructor asks about that one).
 pub(crate) fn rotation(
     spec: &Spec,
     windowed: bool,
@@ -154,7 +155,8 @@ pub(crate) fn rotation(
     let one = |head: &dyn Fn(&AttentionSpec) -> usize| {
         let mut all = crate::layer::attention::layers(spec).filter(|a| a.windowed == windowed).map(head);
         let first = all.next().unwrap_or(0);
-        if all.all(|h| h == first) { first as u32 } else { 0 }
+        let asked = crate::layer::attention::layers(spec).next().map_or(0, head);
+        if asked.is_multiple_of(64) && all.all(|h| h == first) { first as u32 } else { 0 }
     };
     let (k, v) = kvlayout::rotation_widths(one(&|a| a.head_k), one(&|a| a.head_v));
     let width = |n, ty: CacheType| if attn_rot && ty.is_quantised() { n } else { 0 };

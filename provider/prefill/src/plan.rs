@@ -5,12 +5,15 @@
 //! prompt is one embedding per token. A chunk bounds everything else.
 
 use crate::layer;
+use crate::layer::altup::AltUpOp;
 use crate::layer::attention::AttentionOp;
+use crate::layer::both::BothOp;
 use crate::layer::delta::DeltaOp;
 use crate::layer::dense::DenseOp;
 use crate::layer::experts::ExpertsOp;
 use crate::layer::latent::LatentOp;
 use crate::layer::mamba::MambaOp;
+use crate::layer::per_layer::PerLayerOp;
 use crate::layer::shortconv::ShortConvOp;
 use crate::layer::{FeedForward, Mixer};
 use crate::spec::{FfnInput, LayerSpec, Spec};
@@ -23,7 +26,7 @@ pub enum Op {
     /// Embeddings of the tokens become the residual stream.
     Embed,
     /// Norm of the residual stream, rounded for the projections that follow.
-    Norm(Half),
+    Norm(Input),
     /// A step of attention.
     Attention(AttentionOp),
     /// A step of latent attention.
@@ -38,17 +41,42 @@ pub enum Op {
     Dense(DenseOp),
     /// A step of a mixture of experts.
     Experts(ExpertsOp),
+    /// A step of a layer with a plain network and a mixture.
+    Both(BothOp),
+    /// A step of a second embedding with a part for each layer.
+    PerLayer(PerLayerOp),
+    /// A step of several residual streams.
+    AltUp(AltUpOp),
+    /// The residual stream is multiplied by the layer's number.
+    Scale,
     /// The half's output (normed first where the model does) joins the residual stream.
     Join(Half),
 }
 
-/// The two halves of a layer.
+/// What a norm makes the input of.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Input {
+    /// What mixes the positions.
+    Mixer,
+    /// What follows.
+    FeedForward,
+    /// The router of a mixture beside a plain network.
+    Router,
+    /// The experts of such a mixture.
+    Experts,
+    /// What weighs the layer's part of a second embedding; that is the stream as it is, or times factors.
+    PerLayer,
+}
+
+/// The two halves of a layer, and what follows where there is a second embedding.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Half {
     /// What mixes the positions.
     Mixer,
     /// What follows.
     FeedForward,
+    /// The layer's part of a second embedding.
+    PerLayer,
 }
 
 /// A step on a layer and a range of positions.
@@ -86,7 +114,9 @@ impl Command {
             Op::Mamba(op) => op.flops(self.rows.len() as u64),
             Op::Dense(op) => op.flops(self.rows.len() as u64),
             Op::Experts(op) => op.flops(self.rows.len() as u64),
-            Op::Embed | Op::Norm(_) | Op::Join(_) => 0,
+            Op::PerLayer(op) => op.flops(self.rows.len() as u64),
+            Op::AltUp(op) => op.flops(self.rows.len() as u64),
+            Op::Embed | Op::Norm(_) | Op::Both(_) | Op::Scale | Op::Join(_) => 0,
         }
     }
 
@@ -103,6 +133,10 @@ impl Command {
             Op::Mamba(MambaOp::Project { .. } | MambaOp::Select { .. } | MambaOp::Out { .. }) => Work::Gemm,
             Op::Experts(ExpertsOp::ExpertsGate) => Work::Other,
             Op::Experts(_) => Work::Gemm,
+            Op::PerLayer(PerLayerOp::Mix) => Work::Other,
+            Op::PerLayer(_) => Work::Gemm,
+            Op::AltUp(AltUpOp::JoinLaurel | AltUpOp::JoinPart) => Work::Other,
+            Op::AltUp(_) => Work::Gemm,
             _ => Work::Other,
         }
     }
@@ -111,6 +145,8 @@ impl Command {
 /// The steps of one prefill. Every chunk of a layer takes the same ones, so they are kept once per layer.
 #[derive(Clone, Debug)]
 pub struct Plan {
+    /// What is done before the first layer.
+    first: Vec<Op>,
     layers: Vec<Vec<Op>>,
     /// Positions.
     pub n_tokens: usize,
@@ -128,13 +164,18 @@ impl Plan {
             let last = layer == last_layer;
             if matches!(l.mixer, Mixer::None) {
                 let network = l.ffn.ops(spec).into_iter();
-                return [Op::Norm(Half::FeedForward)]
+                return [Op::Norm(Input::FeedForward)]
                     .into_iter()
                     .chain(network)
                     .chain([Op::Join(Half::FeedForward)])
                     .collect();
             }
-            let mut ops = vec![Op::Norm(Half::Mixer)];
+            let mut ops = Vec::new();
+            ops.extend(spec.altup.map(|a| a.predict(spec)));
+            ops.push(Op::Norm(Input::Mixer));
+            if !last {
+                ops.extend(spec.altup.map(|a| a.laurel(spec)));
+            }
             ops.extend(l.mixer.ops(spec, last));
             if !last {
                 if matches!(l.ffn, FeedForward::None) {
@@ -142,18 +183,35 @@ impl Plan {
                     return ops;
                 }
                 ops.extend(match l.ffn_input {
-                    FfnInput::AfterMixer => vec![Op::Join(Half::Mixer), Op::Norm(Half::FeedForward)],
+                    FfnInput::AfterMixer if spec.altup.is_some() => {
+                        vec![Op::Join(Half::Mixer), Op::AltUp(AltUpOp::JoinLaurel), Op::Norm(Input::FeedForward)]
+                    }
+                    FfnInput::AfterMixer => vec![Op::Join(Half::Mixer), Op::Norm(Input::FeedForward)],
                     // The network's input is made before the mixer's output joins.
-                    FfnInput::BesideMixer => vec![Op::Norm(Half::FeedForward), Op::Join(Half::Mixer)],
+                    FfnInput::BesideMixer => vec![Op::Norm(Input::FeedForward), Op::Join(Half::Mixer)],
                     FfnInput::Shared => vec![Op::Join(Half::Mixer)],
                 });
                 ops.extend(l.ffn.ops(spec));
                 ops.push(Op::Join(Half::FeedForward));
+                ops.extend(spec.altup.map(|a| a.correct(spec)));
+                if let Some(p) = &spec.per_layer {
+                    ops.extend([p.input(spec), Op::Norm(Input::PerLayer)]);
+                    ops.extend(p.gate(spec));
+                    ops.push(if spec.altup.is_some() {
+                        Op::AltUp(AltUpOp::JoinPart)
+                    } else {
+                        Op::Join(Half::PerLayer)
+                    });
+                }
+                if l.scaled {
+                    ops.push(Op::Scale);
+                }
             }
             ops
         };
         let layers = spec.layers.iter().take(last_layer + 1).enumerate().map(ops).collect();
-        Plan { layers, n_tokens, chunk, memory: memory(spec, n_tokens, chunk) }
+        let first = [Op::Embed].into_iter().chain(spec.altup.map(|a| a.spread(spec))).collect();
+        Plan { first, layers, n_tokens, chunk, memory: memory(spec, n_tokens, chunk) }
     }
 
     /// The steps, in order.
@@ -162,7 +220,10 @@ impl Plan {
             let starts = (0..self.n_tokens).step_by(self.chunk);
             starts.map(|from| from..(from + self.chunk).min(self.n_tokens))
         };
-        let embed = chunks().map(|rows| Command { layer: 0, rows, op: Op::Embed, ends: false });
+        let embed = chunks().flat_map(|rows| {
+            let command = move |op: &Op| Command { layer: 0, rows: rows.clone(), op: op.clone(), ends: false };
+            self.first.iter().map(command)
+        });
         let layers = self.layers.iter().enumerate().flat_map(move |(layer, ops)| {
             chunks().flat_map(move |rows| {
                 let command = move |(i, op): (usize, &Op)| Command {
@@ -231,6 +292,9 @@ impl fmt::Display for Op {
             Op::Mamba(op) => write!(f, "Mamba{op:?}"),
             Op::Dense(op) => write!(f, "{op:?}"),
             Op::Experts(op) => write!(f, "{op:?}"),
+            Op::Both(op) => write!(f, "Both{op:?}"),
+            Op::PerLayer(op) => write!(f, "PerLayer{op:?}"),
+            Op::AltUp(op) => write!(f, "AltUp{op:?}"),
             other => write!(f, "{other:?}"),
         }
     }

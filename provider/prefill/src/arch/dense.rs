@@ -1,9 +1,9 @@
 //! Architectures of attention and plain feed-forward networks.
 
-use super::experts::LLAMA_EXPERTS;
+use super::experts::{GEMMA4_EXPERTS, LLAMA_EXPERTS};
 use super::{
-    Activation, Alibi, Arch, AttnScale, FfnShape, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence,
-    QkNorm, RecurrentLayers, RopeRule, WindowRope, WindowRule,
+    Activation, Alibi, Arch, AttnScale, FfnShape, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing, PerLayer,
+    Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, WindowRope, WindowRule,
 };
 
 /// Norms before both halves.
@@ -45,6 +45,13 @@ pub(super) const LLAMA: Arch = Arch {
     softcap: None,
     alibi: Alibi::None,
     clamp: false,
+    value_norm: false,
+    keys_as_values: false,
+    shared_kv: SharedKv::None,
+    per_layer: PerLayer::None,
+    altup: false,
+    sparse_gates: None,
+    out_scale: Presence::Never,
     temperature: false,
     yarn_keys: false,
     sinks: false,
@@ -141,6 +148,52 @@ pub(super) const TABLE: &[Arch] = &[
         partial_rope: true,
         attn_scale: AttnScale::EmbdAtLayers(62),
         examples: "Gemma 3 270M-27B, text",
+        ..NEOX
+    },
+    Arch {
+        name: "gemma4",
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        post_norms: true,
+        scaled_embedding: true,
+        activation: Activation::Gelu,
+        window: Some(WindowRule {
+            period: 0,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::OwnHeads(10000.0),
+        }),
+        rope_factors: true,
+        partial_rope: true,
+        attn_scale: AttnScale::One,
+        value_norm: true,
+        keys_as_values: true,
+        shared_kv: SharedKv::Key,
+        per_layer: PerLayer::Key,
+        out_scale: Presence::Optional,
+        experts: Some(&GEMMA4_EXPERTS),
+        examples: "Gemma 4 E2B, E4B, 26B-A4B, 31B, text",
+        ..NEOX
+    },
+    Arch {
+        name: "gemma3n",
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        post_norms: true,
+        scaled_embedding: true,
+        activation: Activation::Gelu,
+        window: Some(WindowRule { period: 5, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
+        partial_rope: true,
+        attn_scale: AttnScale::One,
+        value_norm: true,
+        shared_kv: SharedKv::From(20),
+        per_layer: PerLayer::Wide(256),
+        altup: true,
+        // The quantile of a normal distribution below which 95 % lie.
+        sparse_gates: Some((10, 1.644_853_6)),
+        examples: "Gemma 3n E2B, E4B, text",
         ..NEOX
     },
     Arch {

@@ -41,6 +41,9 @@ pub struct ExpertRule {
     pub every_layer: bool,
     /// What the gates go through.
     pub gate: ExpertGate,
+    /// A layer has a plain network beside its mixture, each with norms of its own, and the router has an input of its own.
+    /// Layers without a router have the plain network only.
+    pub beside: bool,
     /// Weights multiply inputs, and the choice is by the router's outputs themselves.
     pub weights_first: bool,
 }
@@ -133,6 +136,7 @@ const MIXTRAL: ExpertRule = ExpertRule {
     leading_dense: false,
     every_layer: false,
     gate: ExpertGate::Silu,
+    beside: false,
     weights_first: false,
 };
 
@@ -165,6 +169,9 @@ pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
 };
 /// Granite's: a shared expert where its width says so.
 pub(super) const GRANITE_EXPERTS: ExpertRule = ExpertRule { shared: SharedRule::Width, ..MIXTRAL };
+/// Gemma 4's, in the models that have experts.
+pub(super) const GEMMA4_EXPERTS: ExpertRule =
+    ExpertRule { width: Width::Own { or_share: false }, fused: true, gate: ExpertGate::Gelu, beside: true, ..MIXTRAL };
 
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[

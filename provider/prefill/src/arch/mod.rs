@@ -114,6 +114,8 @@ pub enum AttnScale {
     EmbdAtLayers(u32),
     /// 1/head size.
     Inverse,
+    /// 1: the norms of queries and keys have taken care of it.
+    One,
 }
 
 /// Constant factors.
@@ -155,6 +157,29 @@ pub enum Alibi {
     Key,
     /// Of strength 8 in models of this many layers.
     AtLayers(u32),
+}
+
+/// Which layers have no keys and values of their own and read those of layers before. They all come after the layers that have
+/// some, so that a prefill does without them.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum SharedKv {
+    /// None.
+    None,
+    /// As many as the key `attention.shared_kv_layers` says, the last ones.
+    Key,
+    /// All from this one on.
+    From(u32),
+}
+
+/// A second embedding of every token, with a part for each layer.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum PerLayer {
+    /// There is none.
+    None,
+    /// As wide as the key `embedding_length_per_layer_input` says; there is none where that is 0.
+    Key,
+    /// As wide as this.
+    Wide(u32),
 }
 
 /// RoPE whose pairs belong to several positions, of which text has only one.
@@ -231,6 +256,20 @@ pub struct Arch {
     pub alibi: Alibi,
     /// Queries, keys and values are clamped to ± `attention.clamp_kqv`.
     pub clamp: bool,
+    /// Every value head is divided by the root of its mean square.
+    pub value_norm: bool,
+    /// Layers may lack `attn_v`; their values are then what keys are projected to, before norm and RoPE.
+    pub keys_as_values: bool,
+    /// Layers that read the keys and values of others.
+    pub shared_kv: SharedKv,
+    /// A second embedding with a part for each layer.
+    pub per_layer: PerLayer,
+    /// Several residual streams, of which layers work on the first (AltUp), and a detour around attention (LAuReL).
+    pub altup: bool,
+    /// In the first so many layers, gates below the mean and so many deviations are nothing, and the others less by that.
+    pub sparse_gates: Option<(u32, f32)>,
+    /// A number that everything a layer leaves behind is multiplied by, `layer_output_scale`.
+    pub out_scale: Presence,
     /// Queries grow with their position by `attention.temperature_scale`.
     pub temperature: bool,
     /// The keys `rope.scaling.yarn_beta_fast`, `…_slow` and `…_log_multiplier` are read.
@@ -260,7 +299,8 @@ pub struct Arch {
 /// How an architecture places its sliding-window layers.
 #[derive(Copy, Clone, PartialEq, Debug)]
 pub struct WindowRule {
-    /// Every n-th layer sees everything, the others a window; where the file does not say.
+    /// Every n-th layer sees everything, the others a window; where the file does not say. With 0 it has to, by a flag for each
+    /// layer.
     pub period: u32,
     /// The window, where the file does not say; without it there is none then.
     pub default: Option<u32>,
@@ -275,6 +315,8 @@ pub struct WindowRule {
 pub enum WindowRope {
     /// Of base `rope.freq_base_swa`, or this; never scaled.
     Own(f32),
+    /// The same, without factors, and of `rope.dimension_count_swa` channels of heads of `attention.key_length_swa`.
+    OwnHeads(f32),
     /// That of the other layers, of base `rope.freq_base_swa` where it is there.
     Same,
     /// That of the other layers without any scaling.

@@ -97,9 +97,12 @@ impl Room {
     ) {
         let m = c.rows.len();
         let q = if a.gated { &mut self.q_gates } else { &mut self.q };
-        let parts = [(&w.q, q), (&w.k, &mut self.k), (&w.v, &mut self.v)];
+        let parts = [(Some(&w.q), q), (Some(&w.k), &mut self.k), (w.v.as_ref(), &mut self.v)];
         let parts = parts.into_iter().zip(n).filter(|(_, n)| *n > 0);
-        host.project(&stage.input, parts.map(|((linear, out), n)| (linear, &mut out[..m * n])).collect());
+        host.project(&stage.input, parts.filter_map(|((linear, out), n)| Some((linear?, &mut out[..m * n]))).collect());
+        if a.keys_as_values {
+            self.v[..m * a.n_embd_v()].copy_from_slice(&self.k[..m * a.n_embd_k()]);
+        }
         if a.gated && n[0] > 0 {
             let heads = self.q_gates[..m * n[0]].chunks_exact(2 * a.head_k);
             let into = self.q.chunks_exact_mut(a.head_k).zip(self.gates.chunks_exact_mut(a.head_k));
@@ -180,6 +183,15 @@ impl Room {
             SCRATCH.with_borrow_mut(|(buffer, _)| {
                 turn(i, q, w.q_norm.as_ref(), buffer);
                 turn(i, k, w.k_norm.as_ref(), buffer);
+                if spec.arch.value_norm {
+                    buffer.resize(hv, 0.0);
+                    kernel.rows(|| {
+                        for head in v.chunks_exact_mut(hv) {
+                            rowops::rms_norm_plain(head, eps, buffer);
+                            head.copy_from_slice(buffer);
+                        }
+                    });
+                }
             });
             grow(i, q);
             kernel.rows(|| {

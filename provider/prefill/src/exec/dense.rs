@@ -70,7 +70,8 @@ impl Room {
             match activation {
                 Activation::Silu if gated => kernel.rows(|| rowops::silu_mul(gate, up, row)),
                 Activation::Silu => kernel.rows(|| rowops::silu(up, row)),
-                Activation::Gelu => SCRATCH.with_borrow_mut(|(_, half)| {
+                Activation::Gelu => SCRATCH.with_borrow_mut(|(buffer, half)| {
+                    let gate = spec.sparse.map_or(gate, |deviations| sparse(gate, deviations, buffer));
                     kernel.rows(|| {
                         if gated { rowops::gelu_mul(gate, up, row, half) } else { rowops::gelu(up, row, half) }
                     });
@@ -85,4 +86,17 @@ impl Room {
         });
         bad.result(c.layer, "the feed-forward network")
     }
+}
+
+/// What of `gates` lies beyond their mean and so many deviations, 0 for the others. Sums are ggml's: in f64, then f32.
+fn sparse<'b>(gates: &[f32], deviations: f32, out: &'b mut Vec<f32>) -> &'b [f32] {
+    let n = gates.len() as f32;
+    let sum = |f: &dyn Fn(f32) -> f32| gates.iter().map(|v| f64::from(f(*v))).sum::<f64>() as f32;
+    let mean = sum(&|v| v) / n;
+    let deviation = (sum(&|v| (v - mean) * (v - mean)) * (1.0 / (n - 1.0))).sqrt();
+    let least = mean + deviation * deviations;
+    out.clear();
+    // NaN stays NaN.
+    out.extend(gates.iter().map(|v| if *v - least <= 0.0 { 0.0 } else { v - least }));
+    out
 }

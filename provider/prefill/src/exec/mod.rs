@@ -1,19 +1,22 @@
 //! Carries a plan out on the host's kernels: what all layers have in common. The steps of a kind of layer are in the file
 //! of its name.
 
+mod altup;
 mod attention;
+mod both;
 mod delta;
 mod dense;
 mod experts;
 mod latent;
 mod mamba;
+mod per_layer;
 mod shortconv;
 
 use crate::layer::LayerWeights;
 use crate::model::Model;
 use crate::offload::Offload;
-use crate::plan::{Command, Half, Op, Plan, Work};
-use crate::weights::Linear;
+use crate::plan::{Command, Half, Input, Op, Plan, Work};
+use crate::weights::{Linear, Norm};
 use crate::{Error, Isa, KvSink};
 use kvlayout::{CacheType, Part};
 use npu_kernels::host::acts::Activations;
@@ -226,6 +229,9 @@ struct Run<'a, K> {
     mamba: mamba::Room,
     dense: dense::Room,
     experts: experts::Room,
+    both: both::Room,
+    per_layer: per_layer::Room,
+    altup: altup::Room,
 }
 
 thread_local! {
@@ -249,8 +255,11 @@ impl<'a, K: Kernel> Run<'a, K> {
             mamba: mamba::Room::new(host.model, m, tokens.len()),
             dense: dense::Room::new(host.model, m),
             experts: experts::Room::new(host.model, m),
+            both: both::Room::new(host.model, m),
+            per_layer: per_layer::Room::new(host.model, m),
+            altup: altup::Room::new(host.model, m, tokens.len()),
         };
-        if by_row || host.offload.is_some() {
+        if by_row || spec.altup.is_some() || host.offload.is_some() {
             run.stage.input.keep_rows();
         }
         if host.offload.is_some() {
@@ -279,7 +288,7 @@ impl<'a, K: Kernel> Run<'a, K> {
             }
             match &c.op {
                 Op::Embed => self.embed(c)?,
-                Op::Norm(half) => self.norm(c, *half)?,
+                Op::Norm(input) => self.norm(c, *input)?,
                 Op::Attention(op) => t.write_ms += self.attention.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Latent(op) => t.write_ms += self.latent.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Delta(op) => t.write_ms += self.delta.step(&self.host, &mut self.stage, c, op, sink)?,
@@ -287,6 +296,10 @@ impl<'a, K: Kernel> Run<'a, K> {
                 Op::Mamba(op) => t.write_ms += self.mamba.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Dense(op) => self.dense.step(&self.host, &mut self.stage, c, op)?,
                 Op::Experts(op) => self.experts.step(&self.host, &mut self.stage, c, op)?,
+                Op::Both(op) => self.both.step(&self.host, &mut self.stage, c, op),
+                Op::PerLayer(op) => self.per_layer.step(&self.host, &mut self.stage, c, op, self.tokens)?,
+                Op::AltUp(op) => self.altup.step(&self.host, &mut self.stage, &mut self.x, c, op)?,
+                Op::Scale => self.scale(c),
                 Op::Join(half) => self.join(c, *half),
             }
             let took = ms(started.elapsed());
@@ -305,16 +318,10 @@ impl<'a, K: Kernel> Run<'a, K> {
     fn embed(&mut self, c: &Command) -> Result<(), Error> {
         let spec = self.host.model.spec();
         let weights = self.host.model.weights();
-        let table = &weights.token_embd;
-        let scale = spec.embedding_scale;
         let (mut vector, mut normed) = (vec![0.0; spec.n_embd], vec![0.0; spec.n_embd]);
         for at in c.rows.clone() {
             let row = &mut self.x[at * spec.n_embd..][..spec.n_embd];
-            let bytes = table.row(u64::from(self.tokens[at])).expect("ids were checked against the vocabulary");
-            gguf::dequant::dequantize(table.ty, bytes, row)?;
-            if scale != 1.0 {
-                row.iter_mut().for_each(|v| *v *= scale);
-            }
+            embedding(self.host.model, self.tokens[at], row)?;
             if let Some(positions) = &weights.positions {
                 let bytes = positions.row(at as u64).expect("the prompt's length was checked");
                 gguf::dequant::dequantize(positions.ty, bytes, &mut vector)?;
@@ -329,14 +336,23 @@ impl<'a, K: Kernel> Run<'a, K> {
     }
 
     /// The norm of residual rows; complains about the first row that is not finite.
-    fn norm(&mut self, c: &Command, half: Half) -> Result<(), Error> {
+    fn norm(&mut self, c: &Command, what: Input) -> Result<(), Error> {
         let Host { kernel, pool, model, .. } = self.host;
         let weights = self.host.weights(c);
-        let (norm, what) = match half {
-            Half::Mixer => (weights.norm.as_ref(), "the input of attention"),
-            Half::FeedForward => (weights.ffn_norm.as_ref(), "the input of the feed-forward network"),
-        };
         let (e, eps, kind) = (model.spec().n_embd, model.spec().eps, model.spec().arch.norm);
+        let (both, plain) = (weights.ffn.both(), Norm::default());
+        let (norm, what, factors) = match what {
+            Input::Mixer => (weights.norm.as_ref(), "the input of attention", None),
+            Input::FeedForward => (weights.ffn_norm.as_ref(), "the input of the feed-forward network", None),
+            Input::Router => {
+                (Some(&plain), "the input of the router", both.map(|b| (1.0 / (e as f32).sqrt(), &b.router)))
+            }
+            Input::Experts => (both.map(|b| &b.norm), "the input of the experts", None),
+            Input::PerLayer => {
+                let scale = weights.per_layer.as_ref().and_then(|w| w.scale.as_ref());
+                (None, "what a layer left behind", scale.map(|s| (1.0, s)))
+            }
+        };
         let (bad, x) = (Bad::default(), &self.x);
         let input = &mut self.stage.input;
         input.reshape(c.rows.len(), e);
@@ -346,9 +362,19 @@ impl<'a, K: Kernel> Run<'a, K> {
                 Some(norm) => kernel.rows(|| norm.apply(kind, eps, x, row)),
                 None => row.copy_from_slice(x),
             }
+            if let Some((by, factors)) = factors {
+                row.iter_mut().zip(factors).for_each(|(v, f)| *v = *v * by * f);
+            }
             bad.check(row, c.rows.start + i);
         });
         bad.result(c.layer, what)
+    }
+
+    /// The residual stream times the layer's number.
+    fn scale(&mut self, c: &Command) {
+        let Some(by) = self.host.weights(c).out_scale else { return };
+        let e = self.host.model.spec().n_embd;
+        self.x[c.rows.start * e..c.rows.end * e].iter_mut().for_each(|v| *v *= by);
     }
 
     /// `x += post_norm(out)`.
@@ -358,6 +384,7 @@ impl<'a, K: Kernel> Run<'a, K> {
         let norm = match half {
             Half::Mixer => weights.post_norm.as_ref(),
             Half::FeedForward => weights.ffn_post_norm.as_ref(),
+            Half::PerLayer => weights.per_layer.as_ref().map(|w| &w.norm),
         };
         let spec = model.spec();
         let (e, eps, kind, scale) = (spec.n_embd, spec.eps, spec.arch.norm, spec.residual_scale);
@@ -378,6 +405,17 @@ impl<'a, K: Kernel> Run<'a, K> {
             }
         });
     }
+}
+
+/// The embedding of a token, scaled as the model wants it.
+fn embedding(model: &Model<'_>, token: u32, row: &mut [f32]) -> Result<(), Error> {
+    let (table, scale) = (&model.weights().token_embd, model.spec().embedding_scale);
+    let bytes = table.row(u64::from(token)).expect("ids were checked against the vocabulary");
+    gguf::dequant::dequantize(table.ty, bytes, row)?;
+    if scale != 1.0 {
+        row.iter_mut().for_each(|v| *v *= scale);
+    }
+    Ok(())
 }
 
 /// After the last position hands a recurrent layer's memory over, as far as the sink takes it: the convolution's history and

@@ -1,7 +1,7 @@
 //! Attention as a kind of mixer: its numbers, tensors, steps and costs.
 
 use crate::Error;
-use crate::arch::{Alibi, AttnScale, Over, Presence, RopeRule};
+use crate::arch::{Alibi, AttnScale, Over, Presence, RopeRule, WindowRope};
 use crate::plan::Op;
 use crate::spec::{Common, MAX_WIDTH, Spec};
 use crate::weights::{Linear, Loader, Norm};
@@ -21,6 +21,8 @@ pub struct AttentionSpec {
     pub head_v: usize,
     /// Multiplies scores.
     pub scale: f32,
+    /// Values are what keys are projected to.
+    pub keys_as_values: bool,
     /// Every query head has a gate of as many channels behind it.
     pub gated: bool,
     /// Whether the layer sees only the window.
@@ -41,7 +43,8 @@ pub struct AttentionSpec {
 pub struct AttentionWeights<'g> {
     pub q: Linear<'g>,
     pub k: Linear<'g>,
-    pub v: Linear<'g>,
+    /// None where values are what keys are projected to.
+    pub v: Option<Linear<'g>>,
     pub q_norm: Option<Norm>,
     pub k_norm: Option<Norm>,
     pub o: Linear<'g>,
@@ -52,7 +55,7 @@ pub struct AttentionWeights<'g> {
 /// One step.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum AttentionOp {
-    /// Query, key and value projections; without the query in the last layer.
+    /// Query, key and value projections; without the query in the last layer, without values that are what keys are projected to.
     Qkv {
         /// Inputs.
         k: usize,
@@ -99,7 +102,7 @@ impl AttentionSpec {
             keys.in_range("attention.head_count", n_head[i], MAX_WIDTH)?;
             keys.in_range("attention.head_count_kv", n_head_kv[i], MAX_WIDTH)?;
         }
-        let head = |key: &str| match keys.u32(key)? {
+        let head = |key: &str, default: Option<u32>| match keys.u32(key)?.or(default) {
             Some(value) => keys.in_range(key, value, MAX_WIDTH),
             None if n_head[0] > 0 && n_embd.is_multiple_of(n_head[0]) => Ok(n_embd / n_head[0]),
             None => Err(keys.wrong(
@@ -108,11 +111,18 @@ impl AttentionSpec {
                 format!("it, since {n_embd} channels are no multiple of {} heads", n_head[0]),
             )),
         };
-        let (head_k, head_v) = (head("attention.key_length")?, head("attention.value_length")?);
-        if head_k != head_v {
-            // llama.cpp asserts it for these architectures.
-            return Err(keys.wrong("attention.value_length", head_v, format!("{head_k}, the key_length")));
-        }
+        // llama.cpp asserts for these architectures that values are as long as keys.
+        let equal = |k: &str, v: &str, default: Option<u32>| {
+            let (head_k, head_v) = (head(k, default)?, head(v, default)?);
+            if head_k == head_v { Ok(head_k) } else { Err(keys.wrong(v, head_v, format!("{head_k}, the key_length"))) }
+        };
+        let full = equal("attention.key_length", "attention.value_length", None)?;
+        let in_window = match c.arch.window.map(|rule| rule.rope) {
+            Some(WindowRope::OwnHeads(_)) => {
+                equal("attention.key_length_swa", "attention.value_length_swa", Some(full))?
+            }
+            _ => full,
+        };
         for (h, kv) in n_head.iter().zip(&n_head_kv).filter(|(_, kv)| **kv > 0) {
             if !h.is_multiple_of(*kv) {
                 return Err(keys.wrong("attention.head_count_kv", kv, format!("a divisor of {h} query heads")));
@@ -120,11 +130,10 @@ impl AttentionSpec {
         }
         let scale = match c.arch.attn_scale {
             AttnScale::EmbdAtLayers(at) if at == n_layer => 1.0 / (n_embd as f32 / n_head[0] as f32).sqrt(),
-            AttnScale::Inverse => 1.0 / head_k as f32,
-            AttnScale::Key => {
-                keys.f32("attention.scale")?.filter(|s| *s != 0.0).unwrap_or(1.0 / (head_k as f32).sqrt())
-            }
-            AttnScale::Head | AttnScale::EmbdAtLayers(_) => 1.0 / (head_k as f32).sqrt(),
+            AttnScale::Inverse => 1.0 / full as f32,
+            AttnScale::One => 1.0,
+            AttnScale::Key => keys.f32("attention.scale")?.filter(|s| *s != 0.0).unwrap_or(1.0 / (full as f32).sqrt()),
+            AttnScale::Head | AttnScale::EmbdAtLayers(_) => 1.0 / (full as f32).sqrt(),
         };
         let softcap = match c.arch.softcap {
             Some(default) => {
@@ -169,9 +178,11 @@ impl AttentionSpec {
         let layer = |i: usize| AttentionSpec {
             n_head: n_head[i] as usize,
             n_head_kv: n_head_kv[i] as usize,
-            head_k: head_k as usize,
-            head_v: head_v as usize,
+            head_k: if windowed(i) { in_window } else { full } as usize,
+            head_v: if windowed(i) { in_window } else { full } as usize,
             scale,
+            keys_as_values: c.arch.keys_as_values
+                && ["attn_v", "attn_qkv"].iter().all(|t| keys.gguf.tensor(&format!("blk.{i}.{t}.weight")).is_none()),
             gated: c.arch.gated_query,
             windowed: windowed(i),
             rope: has_rope(i).then_some(usize::from(windowed(i))),
@@ -215,7 +226,8 @@ impl AttentionSpec {
     pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
         let e = spec.n_embd;
         let q = if last { 0 } else { self.n_q() };
-        let mut ops = vec![AttentionOp::Qkv { k: e, n: [q, self.n_embd_k(), self.n_embd_v()] }, AttentionOp::StoreKv];
+        let v = if self.keys_as_values { 0 } else { self.n_embd_v() };
+        let mut ops = vec![AttentionOp::Qkv { k: e, n: [q, self.n_embd_k(), v] }, AttentionOp::StoreKv];
         if !last {
             let window = spec.window.filter(|_| self.windowed);
             ops.push(AttentionOp::Attend { heads: self.n_head, head: self.head_k, window });
@@ -228,7 +240,13 @@ impl AttentionSpec {
 impl<'g> AttentionWeights<'g> {
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, a: &AttentionSpec, prefix: &str) -> Result<Self, Error> {
         let (arch, e) = (spec.arch, spec.n_embd);
-        let [q, k, v] = qkv(loader, prefix, e, [a.n_q(), a.n_embd_k(), a.n_embd_v()], arch.qkv_bias)?;
+        let (q, k, v) = if a.keys_as_values {
+            let mut part = |name: &str, n| loader.linear(&format!("{prefix}.{name}"), e, n, arch.qkv_bias);
+            (part("attn_q", a.n_q())?, part("attn_k", a.n_embd_k())?, None)
+        } else {
+            let [q, k, v] = qkv(loader, prefix, e, [a.n_q(), a.n_embd_k(), a.n_embd_v()], arch.qkv_bias)?;
+            (q, k, Some(v))
+        };
         let weights = |heads: usize| match arch.qk_norm_rule.over {
             Over::Head => a.head_k,
             Over::EachHead | Over::Row => heads * a.head_k,
@@ -246,7 +264,7 @@ impl<'g> AttentionWeights<'g> {
     }
 
     pub(crate) fn input_types(&self) -> Vec<WeightType> {
-        [&self.q, &self.k, &self.v].map(|l| l.weight.ty()).into()
+        [&self.q, &self.k].into_iter().chain(&self.v).map(|l| l.weight.ty()).collect()
     }
 }
 

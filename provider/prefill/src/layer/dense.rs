@@ -14,6 +14,8 @@ use npu_kernels::host::rowops::Xielu;
 pub struct DenseSpec {
     /// Width between the projections.
     pub n_ff: usize,
+    /// Gates below the mean and so many deviations are nothing, and the others less by that.
+    pub sparse: Option<f32>,
     /// The numbers of xIELU, where that is the activation.
     pub xielu: Option<Xielu>,
 }
@@ -72,8 +74,11 @@ impl DenseSpec {
         if let Some(odd) = n_ff.iter().find(|n| !n.is_multiple_of(halves)) {
             return Err(keys.wrong("feed_forward_length", odd, "an even number"));
         }
-        let layer =
-            |(i, n): (usize, u32)| DenseSpec { n_ff: (n / halves) as usize, xielu: xielu.as_ref().map(|x| x[i]) };
+        let layer = |(i, n): (usize, u32)| DenseSpec {
+            n_ff: (n / halves) as usize,
+            sparse: c.arch.sparse_gates.filter(|(layers, _)| i < *layers as usize).map(|(_, deviations)| deviations),
+            xielu: xielu.as_ref().map(|x| x[i]),
+        };
         Ok(n_ff.into_iter().enumerate().map(layer).collect())
     }
 

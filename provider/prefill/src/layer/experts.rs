@@ -235,6 +235,13 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         n_shared: n_shared.map(|n| n as usize),
         weights_first: rule.weights_first,
     };
+    if rule.beside {
+        let layer = |(i, d): (usize, DenseSpec)| match keys.gguf.tensor(&format!("blk.{i}.ffn_gate_inp.weight")) {
+            Some(_) => FeedForward::Both(d, experts.clone()),
+            None => FeedForward::Dense(d),
+        };
+        return Ok(DenseSpec::read(c)?.into_iter().enumerate().map(layer).collect());
+    }
     let mut all = vec![FeedForward::Experts(experts); c.n_layer as usize];
     if c.arch.recurrent_layers == RecurrentLayers::OneHalf {
         // Layers of one half have a width of 0 where they have no network.
@@ -311,7 +318,11 @@ impl<'g> ExpertsWeights<'g> {
         let rule = spec.arch.experts.expect("experts come from a rule");
         let (e, ff, n) = (spec.n_embd, x.n_ff, x.routing.n_expert);
         let name = |what: &str| format!("{prefix}.{what}");
-        let router = loader.linear(&name("ffn_gate_inp"), e, n, rule.router_bias)?;
+        let router = match rule.beside {
+            // What is called its scale there are factors of its input.
+            true => Linear { weight: loader.matrix(&name("ffn_gate_inp.weight"), e, n)?, bias: None },
+            false => loader.linear(&name("ffn_gate_inp"), e, n, rule.router_bias)?,
+        };
         let fused = name("ffn_gate_up_exps");
         let (gate, up) = if rule.fused && loader.has(&format!("{fused}.weight")) {
             let both = loader.matrices(&format!("{fused}.weight"), e, 2 * ff, n)?;
@@ -337,12 +348,17 @@ impl<'g> ExpertsWeights<'g> {
                 },
             }),
         };
+        let mut down = Matrices::load(loader, &name("ffn_down_exps"), [ff, e, n], rule.biases)?;
+        let factors = if rule.beside { Presence::Optional } else { Presence::Never };
+        if let Some(factors) = loader.vector(&name("ffn_down_exps.scale"), n, factors)? {
+            down.weights.iter_mut().zip(factors).for_each(|(w, by)| *w = w.times(by));
+        }
         Ok(ExpertsWeights {
             router,
             selection_bias: loader.vector(&name("exp_probs_b.bias"), n, rule.selection_bias)?,
             gate,
             up,
-            down: Matrices::load(loader, &name("ffn_down_exps"), [ff, e, n], rule.biases)?,
+            down,
             shared,
         })
     }

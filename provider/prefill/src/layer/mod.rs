@@ -3,12 +3,15 @@
 //! A kind has a file here - its numbers, its tensors, its steps and what they cost - and one of the same name beside
 //! `exec` that carries the steps out. The enums below are all that knows of every kind.
 
+pub mod altup;
 pub mod attention;
+pub mod both;
 pub mod delta;
 pub mod dense;
 pub mod experts;
 pub mod latent;
 pub mod mamba;
+pub mod per_layer;
 pub mod shortconv;
 
 use crate::Error;
@@ -16,13 +19,16 @@ use crate::arch::{Layout, Presence};
 use crate::plan::Op;
 use crate::spec::{FfnInput, LayerSpec, Spec};
 use crate::weights::{Loader, Norm};
+use altup::AltUpWeights;
 use attention::{AttentionSpec, AttentionWeights};
+use both::BothWeights;
 use delta::{DeltaSpec, DeltaWeights};
 use dense::{DenseSpec, DenseWeights};
 use experts::{ExpertsSpec, ExpertsWeights};
 use latent::{LatentSpec, LatentWeights};
 use mamba::{MambaSpec, MambaWeights};
 use npu_kernels::WeightType;
+use per_layer::PerLayerWeights;
 use shortconv::{ShortConvSpec, ShortConvWeights};
 
 /// What mixes the positions of a layer.
@@ -51,6 +57,8 @@ pub enum FeedForward {
     Dense(DenseSpec),
     /// A few of many networks for each.
     Experts(ExpertsSpec),
+    /// One for all and a few of many, added up.
+    Both(DenseSpec, ExpertsSpec),
     /// Nothing: the layer has no second half.
     None,
 }
@@ -129,7 +137,7 @@ impl FeedForward {
     /// The numbers of a plain network.
     pub fn dense(&self) -> Option<&DenseSpec> {
         match self {
-            FeedForward::Dense(d) => Some(d),
+            FeedForward::Dense(d) | FeedForward::Both(d, _) => Some(d),
             FeedForward::Experts(_) | FeedForward::None => None,
         }
     }
@@ -137,9 +145,14 @@ impl FeedForward {
     /// The numbers of a mixture of experts.
     pub fn experts(&self) -> Option<&ExpertsSpec> {
         match self {
-            FeedForward::Experts(x) => Some(x),
+            FeedForward::Experts(x) | FeedForward::Both(_, x) => Some(x),
             FeedForward::Dense(_) | FeedForward::None => None,
         }
+    }
+
+    /// Whether there are both.
+    pub fn is_both(&self) -> bool {
+        matches!(self, FeedForward::Both(..))
     }
 
     /// The steps of a chunk.
@@ -147,6 +160,7 @@ impl FeedForward {
         match self {
             FeedForward::Dense(d) => d.ops(spec),
             FeedForward::Experts(x) => x.ops(spec),
+            FeedForward::Both(d, x) => both::ops(spec, d, x),
             FeedForward::None => Vec::new(),
         }
     }
@@ -167,6 +181,12 @@ pub struct LayerWeights<'g> {
     pub ffn: FfnWeights<'g>,
     /// After it, before its output joins the residual stream.
     pub ffn_post_norm: Option<Norm>,
+    /// Those of the layer's part of a second embedding.
+    pub per_layer: Option<PerLayerWeights<'g>>,
+    /// Those of several residual streams.
+    pub altup: Option<AltUpWeights<'g>>,
+    /// Multiplies the residual stream when all has joined it.
+    pub out_scale: Option<f32>,
 }
 
 /// Tensors of a [`Mixer`].
@@ -188,6 +208,7 @@ pub enum MixerWeights<'g> {
 pub enum FfnWeights<'g> {
     Dense(DenseWeights<'g>),
     Experts(Box<ExpertsWeights<'g>>),
+    Both(Box<BothWeights<'g>>),
     None,
 }
 
@@ -268,6 +289,7 @@ impl<'g> FfnWeights<'g> {
         Ok(match ffn {
             FeedForward::Dense(d) => FfnWeights::Dense(DenseWeights::load(loader, spec, d, prefix)?),
             FeedForward::Experts(x) => FfnWeights::Experts(Box::new(ExpertsWeights::load(loader, spec, x, prefix)?)),
+            FeedForward::Both(d, x) => FfnWeights::Both(Box::new(BothWeights::load(loader, spec, d, x, prefix)?)),
             FeedForward::None => FfnWeights::None,
         })
     }
@@ -276,6 +298,7 @@ impl<'g> FfnWeights<'g> {
     pub fn dense(&self) -> Option<&DenseWeights<'g>> {
         match self {
             FfnWeights::Dense(d) => Some(d),
+            FfnWeights::Both(b) => Some(&b.dense),
             FfnWeights::Experts(_) | FfnWeights::None => None,
         }
     }
@@ -284,7 +307,16 @@ impl<'g> FfnWeights<'g> {
     pub fn experts(&self) -> Option<&ExpertsWeights<'g>> {
         match self {
             FfnWeights::Experts(x) => Some(x),
+            FfnWeights::Both(b) => Some(&b.experts),
             FfnWeights::Dense(_) | FfnWeights::None => None,
+        }
+    }
+
+    /// Those of both networks.
+    pub fn both(&self) -> Option<&BothWeights<'g>> {
+        match self {
+            FfnWeights::Both(b) => Some(b),
+            _ => None,
         }
     }
 
@@ -293,6 +325,7 @@ impl<'g> FfnWeights<'g> {
         match self {
             FfnWeights::Dense(d) => d.input_types(),
             FfnWeights::Experts(x) => x.input_types(),
+            FfnWeights::Both(b) => [b.dense.input_types(), b.experts.input_types()].concat(),
             FfnWeights::None => Vec::new(),
         }
     }
@@ -328,6 +361,9 @@ impl<'g> LayerWeights<'g> {
             ffn_norm,
             ffn: FfnWeights::load(loader, spec, &l.ffn, &prefix)?,
             ffn_post_norm: loader.maybe_norm(&name("post_ffw_norm"), e, post)?,
+            per_layer: spec.per_layer.map(|p| PerLayerWeights::load(loader, spec, &p, &prefix)).transpose()?,
+            altup: spec.altup.map(|a| AltUpWeights::load(loader, spec, &a, &prefix)).transpose()?,
+            out_scale: loader.vector(&name("layer_output_scale.weight"), 1, spec.arch.out_scale)?.map(|v| v[0]),
         })
     }
 }
@@ -335,7 +371,7 @@ impl<'g> LayerWeights<'g> {
 /// Bytes that a run needs for the steps of all layers, per kind: for the whole prompt, and for a chunk.
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
     let recurrent = delta::memory(spec, chunk) + shortconv::memory(spec, chunk) + mamba::memory(spec, chunk);
-    let ffn = dense::memory(spec, chunk) + experts::memory(spec, chunk);
+    let ffn = dense::memory(spec, chunk) + experts::memory(spec, chunk) + both::memory(spec, chunk);
     let attention = attention::memory(spec, n_tokens, chunk) + latent::memory(spec, n_tokens, chunk);
-    attention + recurrent + ffn
+    attention + recurrent + ffn + per_layer::memory(spec, chunk) + altup::memory(spec, n_tokens, chunk)
 }

@@ -9,13 +9,15 @@ mod window;
 pub(crate) use keys::{Keys, MAX_WIDTH};
 
 use crate::Error;
-use crate::arch::{self, Arch, Layout, Multipliers, NormKind, Recurrence};
+use crate::arch::{self, Arch, Layout, Multipliers, NormKind, Presence, Recurrence, SharedKv};
+use crate::layer::altup::{ALTUP, AltUpSpec};
 use crate::layer::attention::AttentionSpec;
 use crate::layer::delta::DeltaSpec;
 use crate::layer::dense::DenseSpec;
 use crate::layer::experts;
 use crate::layer::latent::LatentSpec;
 use crate::layer::mamba::MambaSpec;
+use crate::layer::per_layer::PerLayerSpec;
 use crate::layer::shortconv::ShortConvSpec;
 use crate::layer::{FeedForward, Mixer};
 use crate::rope::Rope;
@@ -49,8 +51,13 @@ pub struct Spec {
     pub window: Option<u32>,
     /// One entry per layer.
     pub layers: Vec<LayerSpec>,
-    /// Blocks after the layers, which only predict more tokens and are never computed.
-    pub n_nextn: u32,
+    /// Blocks after the layers that are never computed: they only predict more tokens, or have no keys and values of their own
+    /// and come after all that have some.
+    pub n_idle: u32,
+    /// A second embedding with a part for each layer.
+    pub per_layer: Option<PerLayerSpec>,
+    /// Several residual streams.
+    pub altup: Option<AltUpSpec>,
     /// Rotations, shared by layers: see [`AttentionSpec::rope`].
     pub ropes: Vec<Rope>,
 }
@@ -64,6 +71,8 @@ pub struct LayerSpec {
     pub ffn: FeedForward,
     /// What that reads.
     pub ffn_input: FfnInput,
+    /// What it leaves behind is multiplied by a number.
+    pub scaled: bool,
 }
 
 /// What a layer's feed-forward network reads.
@@ -135,19 +144,28 @@ impl Spec {
         let mrope = rotation::sections(&common)?;
         let (mixers, ropes) = if arch.latent {
             let row = keys.size("attention.key_length", MAX_WIDTH)?;
-            let mut ropes = rotation::read(&common, row, false, mrope)?;
+            let mut ropes = rotation::read(&common, row, None, mrope)?;
             let all = LatentSpec::read(&common, n_vocab, &mut ropes[0])?;
             (all.into_iter().map(Mixer::Latent).collect(), ropes)
         } else {
             let mixers = mixers(&common, windows.is_some(), &windowed)?;
-            let ropes = match mixers.iter().find_map(Mixer::attention) {
-                Some(a) => rotation::read(&common, a.head_k as u32, windows.is_some(), mrope)?,
-                None => Vec::new(),
+            let first = |windowed: bool| {
+                let mut all = mixers.iter().filter_map(Mixer::attention);
+                all.find(|a| a.windowed == windowed).map(|a| a.head_k as u32)
+            };
+            let ropes = match (first(false), first(true)) {
+                (None, None) => Vec::new(),
+                (full, window) => {
+                    let head = full.or(window).unwrap_or(0);
+                    rotation::read(&common, head, windows.is_some().then(|| window.unwrap_or(head)), mrope)?
+                }
             };
             (mixers, ropes)
         };
         let layer = |(i, (mixer, ffn)): (usize, (Mixer, FeedForward))| {
-            Ok(LayerSpec { mixer, ffn, ffn_input: ffn_input(&common, i)? })
+            let scale = keys.gguf.tensor(&format!("blk.{i}.layer_output_scale.weight"));
+            let scaled = arch.out_scale != Presence::Never && scale.is_some();
+            Ok(LayerSpec { mixer, ffn, ffn_input: ffn_input(&common, i)?, scaled })
         };
         let mut layers = mixers.into_iter().zip(ffn).enumerate().map(layer).collect::<Result<Vec<_>, Error>>()?;
         let key = "nextn_predict_layers";
@@ -155,7 +173,8 @@ impl Spec {
         if n_nextn >= n_layer {
             return Err(keys.wrong(key, n_nextn, format!("fewer than the {n_layer} of block_count")));
         }
-        layers.truncate((n_layer - n_nextn) as usize);
+        let n_idle = n_nextn + shared_kv(&common, n_layer - n_nextn)?;
+        layers.truncate((n_layer - n_idle) as usize);
         let (embedding_scale, residual_scale) = multipliers(&common)?;
         Ok(Spec {
             arch,
@@ -169,7 +188,9 @@ impl Spec {
             n_ctx_train,
             window: windows.map(|(n, _)| n),
             layers,
-            n_nextn,
+            n_idle,
+            per_layer: PerLayerSpec::read(&common)?,
+            altup: arch.altup.then_some(ALTUP),
             ropes,
         })
     }
@@ -261,6 +282,28 @@ fn multipliers(common: &Common<'_>) -> Result<(f32, f32), Error> {
         })
     };
     Ok((read("embedding_scale", embedding)?, read("residual_scale", residual)?))
+}
+
+/// How many of the `n_layer` layers, the last ones, have no keys and values of their own.
+fn shared_kv(common: &Common<'_>, n_layer: u32) -> Result<u32, Error> {
+    let Common { keys, arch, .. } = common;
+    match arch.shared_kv {
+        SharedKv::None => Ok(0),
+        SharedKv::From(first) => Ok(n_layer.saturating_sub(first)),
+        SharedKv::Key => {
+            let key = "attention.shared_kv_layers";
+            let shared = keys.u32(key)?.unwrap_or(0);
+            // Those that have some are at least one with a window and one without, by llama.cpp's own rule.
+            match n_layer.checked_sub(shared) {
+                Some(2..) => Ok(shared),
+                _ => Err(keys.wrong(
+                    key,
+                    shared,
+                    format!("at most {}, two fewer than layers", n_layer.saturating_sub(2)),
+                )),
+            }
+        }
+    }
 }
 
 /// Queries that grow with their position.

@@ -41,11 +41,12 @@ fn still(sections: [usize; 4], interleaved: bool, pairs: usize) -> Vec<bool> {
     (0..pairs).map(one).collect()
 }
 
-/// The rotation of full layers, then that of window layers where there are any.
+/// The rotation of full layers, whose key heads have `head_k` channels, then that of window layers where there are any, whose key
+/// heads have `window_head`.
 pub(super) fn read(
     common: &Common<'_>,
     head_k: u32,
-    windowed: bool,
+    window_head: Option<u32>,
     mrope: Option<[usize; 4]>,
 ) -> Result<Vec<Rope>, Error> {
     let Common { keys, arch, n_ctx_train, .. } = common;
@@ -57,16 +58,7 @@ pub(super) fn read(
     if n_rot != head_k && !arch.partial_rope {
         return Err(keys.wrong("rope.dimension_count", n_rot, format!("{head_k}, the size of a key head")));
     }
-    if n_rot == 0 || n_rot > head_k {
-        return Err(keys.wrong(
-            "rope.dimension_count",
-            n_rot,
-            format!("a number from 2 to {head_k}, the size of a key head"),
-        ));
-    }
-    if !n_rot.is_multiple_of(2) {
-        return Err(keys.wrong("rope.dimension_count", n_rot, "an even number"));
-    }
+    turned(keys, "rope.dimension_count", n_rot, head_k)?;
     let base = |key: &str, default: f32| {
         let value = keys.f32(key)?.unwrap_or(default);
         if value > 0.0 { Ok(value) } else { Err(keys.wrong(key, value, "a positive number")) }
@@ -129,10 +121,22 @@ pub(super) fn read(
         beta,
         n_ctx_orig,
     };
-    let window_rope = match arch.window {
-        Some(rule) if windowed => Some(match rule.rope {
+    let window_rope = match (arch.window, window_head) {
+        (Some(rule), Some(head)) => Some(match rule.rope {
             WindowRope::Own(default) => {
                 Rope { freq_base: base("rope.freq_base_swa", default)?, freq_scale: 1.0, ..rope.clone() }
+            }
+            WindowRope::OwnHeads(default) => {
+                let key = "rope.dimension_count_swa";
+                let n_rot = keys.u32(key)?.unwrap_or(n_rot);
+                turned(keys, key, n_rot, head)?;
+                Rope {
+                    n_rot: n_rot as usize,
+                    freq_base: base("rope.freq_base_swa", default)?,
+                    freq_scale: 1.0,
+                    factors: Factors::None,
+                    ..rope.clone()
+                }
             }
             WindowRope::Same => Rope { freq_base: base("rope.freq_base_swa", rope.freq_base)?, ..rope.clone() },
             WindowRope::Unscaled => Rope { freq_scale: 1.0, ext_factor: 0.0, attn_factor: 1.0, ..rope.clone() },
@@ -141,6 +145,17 @@ pub(super) fn read(
         _ => None,
     };
     Ok([Some(rope), window_rope].into_iter().flatten().collect())
+}
+
+/// Complains when RoPE cannot turn `n_rot` channels of a head of `head`.
+fn turned(keys: &Keys<'_>, key: &str, n_rot: u32, head: u32) -> Result<(), Error> {
+    if n_rot == 0 || n_rot > head {
+        return Err(keys.wrong(key, n_rot, format!("a number from 2 to {head}, the size of a key head")));
+    }
+    if !n_rot.is_multiple_of(2) {
+        return Err(keys.wrong(key, n_rot, "an even number"));
+    }
+    Ok(())
 }
 
 /// A tensor of factors, one for each pair of channels.

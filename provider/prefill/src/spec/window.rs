@@ -24,6 +24,7 @@ pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Erro
                 _ => array.iter_i64()?.map(|v| v.map(|v| v != 0)).collect::<Result<Vec<_>, _>>()?,
             }
         }
+        _ if rule.period == 0 => return Err(keys.wrong(key, "no array", format!("{n_layer} flags, one per layer"))),
         _ => {
             let period = keys.u32(key)?.unwrap_or(rule.period);
             (0..*n_layer).map(|i| period == 0 || i % period < period - 1).collect()

@@ -4,6 +4,8 @@
 use crate::Error;
 use crate::arch::{NormKind, Presence};
 use crate::layer::LayerWeights;
+use crate::layer::altup::AltUpTable;
+use crate::layer::per_layer::PerLayerTable;
 use crate::spec::Spec;
 use gguf::{GgmlType, Gguf, Tensor};
 use npu_kernels::host::rowops;
@@ -72,6 +74,10 @@ pub struct Weights<'g> {
     pub positions: Option<Tensor<'g>>,
     /// A norm of the embeddings.
     pub norm: Option<Norm>,
+    /// A second embedding with a part for each layer.
+    pub per_layer: Option<PerLayerTable<'g>>,
+    /// Several residual streams.
+    pub altup: Option<AltUpTable<'g>>,
     /// Per layer.
     pub layers: Vec<LayerWeights<'g>>,
 }
@@ -179,6 +185,19 @@ impl<'g> Loader<'g> {
         check_shape(&tensor, &[k, n, count])?;
         let all = view(&tensor, k, n * count)?;
         Ok((0..count).map(|i| all.rows(i * n, n).expect("as many rows as the shape says")).collect())
+    }
+
+    /// A table of `count` rows of `n` values each, to be looked up row by row.
+    pub fn rows(&mut self, name: &str, n: usize, count: usize) -> Result<Tensor<'g>, Error> {
+        let tensor = self.find(name).ok_or_else(|| missing(name, &[n, count]))?;
+        check_shape(&tensor, &[n, count])?;
+        if gguf::dequant::is_supported(tensor.ty) {
+            return Ok(tensor);
+        }
+        Err(Error::Unsupported {
+            what: format!("weight type {} of tensor {name:?}", tensor.ty),
+            hint: format!("supported are {}", supported_types()),
+        })
     }
 
     /// `count` rows of `n` finite numbers in one tensor.
@@ -320,20 +339,15 @@ impl<'g> Weights<'g> {
             loader.find("rope_factors_short.weight");
             loader.find("rope_factors_long.weight");
         }
-        for block in spec.n_layer()..spec.n_layer() + spec.n_nextn {
+        for block in spec.n_layer()..spec.n_layer() + spec.n_idle {
             loader.pass_over(&format!("blk.{block}."));
         }
         let n_vocab = spec.n_vocab as usize;
-        let token_embd = loader.find("token_embd.weight").ok_or_else(|| missing("token_embd.weight", &[]))?;
-        check_shape(&token_embd, &[spec.n_embd, n_vocab])?;
-        if !gguf::dequant::is_supported(token_embd.ty) {
-            return Err(Error::Unsupported {
-                what: format!("weight type {} of tensor \"token_embd.weight\"", token_embd.ty),
-                hint: format!("supported are {}", supported_types()),
-            });
-        }
+        let token_embd = loader.rows("token_embd.weight", spec.n_embd, n_vocab)?;
         let positions = loader.positions(spec)?;
         let norm = if spec.arch.embedding_norm { Some(loader.norm("token_embd_norm", spec.n_embd)?) } else { None };
+        let per_layer = spec.per_layer.map(|p| PerLayerTable::load(&mut loader, spec, &p)).transpose()?;
+        let altup = spec.altup.map(|a| AltUpTable::load(&mut loader, spec, &a)).transpose()?;
         let layers = (0..spec.layers.len())
             .map(|i| LayerWeights::load(&mut loader, spec, &spec.layers[i], i))
             .collect::<Result<Vec<_>, _>>()?;
@@ -343,13 +357,19 @@ impl<'g> Weights<'g> {
                 hint: "its part in the computation is not known, and leaving it out would give a wrong cache".into(),
             });
         }
-        Ok(Weights { token_embd, positions, norm, layers })
+        Ok(Weights { token_embd, positions, norm, per_layer, altup, layers })
     }
 
     /// The distinct weight types that meet the normed residual stream.
     pub fn input_types(&self) -> Vec<WeightType> {
-        let all = self.layers.iter().flat_map(|l| l.mixer.input_types().into_iter().chain(l.ffn.input_types()));
-        distinct(all)
+        let all = self.layers.iter().flat_map(|l| {
+            let own =
+                l.per_layer.iter().flat_map(|p| p.input_types()).chain(l.altup.iter().flat_map(|a| a.input_types()));
+            l.mixer.input_types().into_iter().chain(l.ffn.input_types()).chain(own)
+        });
+        // The first embedding, too, takes the place of the residual stream where a second, or more streams, are made of it.
+        let streams = self.altup.iter().flat_map(|a| a.input_types());
+        distinct(all.chain(self.per_layer.iter().map(|p| p.proj.ty())).chain(streams))
     }
 }
 

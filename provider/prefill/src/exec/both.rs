@@ -1,0 +1,52 @@
+//! The steps that join a plain network and a mixture of experts.
+
+use super::{Host, SCRATCH, Stage};
+use crate::arch::NormKind;
+use crate::layer::both::BothOp;
+use crate::model::Model;
+use crate::plan::Command;
+use npu_kernels::host::rowops;
+use npu_kernels::host::{Kernel, Slab};
+
+/// Buffers.
+pub(super) struct Room {
+    /// The plain network's output, one row per position of the chunk.
+    kept: Slab,
+}
+
+impl Room {
+    /// Room for chunks of `m` positions.
+    pub fn new(model: &Model<'_>, m: usize) -> Room {
+        let any = model.spec().layers.iter().any(|l| l.ffn.is_both());
+        Room { kept: Slab::new(if any { m * model.spec().n_embd } else { 0 }) }
+    }
+
+    /// Does one step.
+    pub fn step<K: Kernel>(&mut self, host: &Host<'_, K>, stage: &mut Stage, c: &Command, op: &BothOp) {
+        let w = host.weights(c).ffn.both().expect("these steps are of layers with both networks");
+        let (e, eps, m, kernel) = (host.model.spec().n_embd, host.model.spec().eps, c.rows.len(), host.kernel);
+        match op {
+            BothOp::Keep => {
+                let out = &stage.out;
+                let mut rows: Vec<&mut [f32]> = self.kept[..m * e].chunks_exact_mut(e).collect();
+                host.pool.for_each_mut(&mut rows, |i, row| {
+                    kernel.rows(|| w.dense_norm.apply(NormKind::Rms, eps, &out[i * e..][..e], row));
+                });
+            }
+            BothOp::Sum => {
+                let kept = &self.kept;
+                let mut rows: Vec<&mut [f32]> = stage.out[..m * e].chunks_exact_mut(e).collect();
+                host.pool.for_each_mut(&mut rows, |i, row| {
+                    SCRATCH.with_borrow_mut(|(buffer, _)| {
+                        buffer.resize(e, 0.0);
+                        kernel.rows(|| {
+                            w.experts_norm.apply(NormKind::Rms, eps, row, buffer);
+                            row.copy_from_slice(buffer);
+                            rowops::add(row, &kept[i * e..][..e]);
+                        });
+                    });
+                });
+            }
+        }
+    }
+}
