@@ -365,13 +365,24 @@ fn write_matrix(args: &MatrixArgs) -> Result<bool> {
         return Ok(false);
     }
     let proofs = matrix::proofs(list.iter())?;
-    let page = args.root.join(matrix::PAGE);
-    let text = std::fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
-    let text = matrix::splice(&text, &matrix::table(&proofs, &pins)?)?;
-    std::fs::write(&page, text).with_context(|| format!("writing {}", page.display()))?;
+    for (page, table) in
+        [(matrix::PAGE, matrix::table(&proofs, &pins)?), (matrix::FRONT, matrix::summary(&proofs, &pins)?)]
+    {
+        let page = args.root.join(page);
+        let text = std::fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
+        let text = matrix::splice(&text, &table).with_context(|| page.display().to_string())?;
+        std::fs::write(&page, text).with_context(|| format!("writing {}", page.display()))?;
+    }
     let file = args.root.join(matrix::LIST);
     std::fs::write(&file, matrix::list(&proofs, &pins)?).with_context(|| format!("writing {}", file.display()))?;
-    println!("{} architectures by {} cases: {}, {}", proofs.len(), list.len(), page.display(), file.display());
+    println!(
+        "{} architectures by {} cases: {}, {}, {}",
+        proofs.len(),
+        list.len(),
+        matrix::PAGE,
+        matrix::FRONT,
+        file.display()
+    );
     Ok(true)
 }
 

@@ -15,6 +15,8 @@ use crate::pins::Pins;
 pub const LIST: &str = "provider/src/proofs.tsv";
 /// The page with the table.
 pub const PAGE: &str = "docs/models.md";
+/// The page with the [`summary`].
+pub const FRONT: &str = "README.md";
 const BEGIN: &str = "<!-- matrix: written by `conformance matrix` -->";
 const END: &str = "<!-- matrix: end -->";
 
@@ -84,10 +86,28 @@ pub fn table(all: &BTreeMap<String, Proofs>, pins: &Pins) -> Result<String> {
     Ok(out + "\n" + END)
 }
 
-/// The page with another table.
+/// The same in short: the architectures by the state versions of the servers they were proved on.
+pub fn summary(all: &BTreeMap<String, Proofs>, pins: &Pins) -> Result<String> {
+    let mut by_versions: BTreeMap<BTreeSet<u32>, Vec<String>> = BTreeMap::new();
+    for (arch, proofs) in all {
+        let versions = proofs.models.keys().map(|(pin, _)| Ok(pins.server(pin)?.state_version));
+        by_versions.entry(versions.collect::<Result<_>>()?).or_default().push(format!("`{arch}`"));
+    }
+    let mut out = format!(
+        "{BEGIN}\n{} architectures, by the state versions of the servers that each was proved on:\n",
+        all.len()
+    );
+    for (versions, archs) in by_versions {
+        let versions: Vec<_> = versions.iter().map(u32::to_string).collect();
+        out += &format!("\n- **{}** ({}): {}", versions.join(", "), archs.len(), archs.join(" "));
+    }
+    Ok(out + "\n\n" + END)
+}
+
+/// A page with another table.
 pub fn splice(page: &str, table: &str) -> Result<String> {
-    let (head, rest) = page.split_once(BEGIN).with_context(|| format!("{PAGE} has no line {BEGIN:?}"))?;
-    let (_, tail) = rest.split_once(END).with_context(|| format!("{PAGE} has no line {END:?}"))?;
+    let (head, rest) = page.split_once(BEGIN).with_context(|| format!("no line {BEGIN:?}"))?;
+    let (_, tail) = rest.split_once(END).with_context(|| format!("no line {END:?}"))?;
     ensure!(table.starts_with(BEGIN) && table.ends_with(END), "a table with its marks");
     Ok(format!("{head}{table}{tail}"))
 }
@@ -109,5 +129,7 @@ mod tests {
         assert_eq!(read(LIST), list(&want, &pins).unwrap(), "run `conformance matrix` and commit what it writes");
         let page = read(PAGE);
         assert_eq!(splice(&page, &table(&want, &pins).unwrap()).unwrap(), page, "run `conformance matrix`");
+        let front = read(FRONT);
+        assert_eq!(splice(&front, &summary(&want, &pins).unwrap()).unwrap(), front, "run `conformance matrix`");
     }
 }

@@ -95,7 +95,7 @@ _npu__prefill() {
 
     case "${cmd}" in
         npu__prefill)
-            opts="-m -c -t -h -V --tokens --out --model --layout --fds --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --chunk --isa --threads --elfs --device --min-tokens --max-memory --deadline --help --version inspect compare plan layout doctor selftest models setup environment completions man help"
+            opts="-m -c -t -h -V --tokens --out --model --layout --fds --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --checkpoint --swa-full --n-stream --config --chunk --isa --threads --elfs --device --min-tokens --max-memory --deadline --help --version inspect compare plan layout doctor selftest models setup environment completions man help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 1 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -150,6 +150,10 @@ _npu__prefill() {
                     return 0
                     ;;
                 --attn-rot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --checkpoint)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
@@ -473,7 +477,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__layout)
-            opts="-m -c -h --model --ubatch-size --json --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --help"
+            opts="-m -c -h --model --ubatch-size --json --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --checkpoint --swa-full --n-stream --config --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -516,6 +520,10 @@ _npu__prefill() {
                     return 0
                     ;;
                 --attn-rot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --checkpoint)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;
@@ -563,7 +571,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__plan)
-            opts="-m -n -c -t -h --model --n-tokens --explain --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --swa-full --n-stream --config --chunk --isa --threads --elfs --device --help"
+            opts="-m -n -c -t -h --model --n-tokens --explain --state-version --ctx-size --cache-type-k --cache-type-v --flash-attn --attn-rot --checkpoint --swa-full --n-stream --config --chunk --isa --threads --elfs --device --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -610,6 +618,10 @@ _npu__prefill() {
                     return 0
                     ;;
                 --attn-rot)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --checkpoint)
                     COMPREPLY=($(compgen -f "${cur}"))
                     return 0
                     ;;

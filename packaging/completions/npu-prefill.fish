@@ -1,6 +1,6 @@
 # Print an optspec for argparse to handle cmd's options that are independent of any subcommand.
 function __fish_npu_prefill_global_optspecs
-    string join \n tokens= out= m/model= layout= fds= state-version= c/ctx-size= cache-type-k= cache-type-v= flash-attn= attn-rot= swa-full n-stream= config= chunk= isa= t/threads= elfs= device= min-tokens= max-memory= deadline= h/help V/version
+    string join \n tokens= out= m/model= layout= fds= state-version= c/ctx-size= cache-type-k= cache-type-v= flash-attn= attn-rot= checkpoint= swa-full n-stream= config= chunk= isa= t/threads= elfs= device= min-tokens= max-memory= deadline= h/help V/version
 end
 
 function __fish_npu_prefill_needs_command
@@ -35,6 +35,7 @@ complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l cache-type-k -d
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l cache-type-v -d 'Type of the values, also -ctv: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl [env: LLAMA_ARG_CACHE_TYPE_V] [default: f16]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l flash-attn -d 'Flash attention, also -fa: on, off or auto [env: LLAMA_ARG_FLASH_ATTN] [default: auto, which is on]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l attn-rot -d 'Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l checkpoint -d 'Whether the decoder reads checkpoints behind a state, with which prompts within a sliding window gain too: on, off or auto. auto is on for version 4; a decoder that does not read them ignores them [env: NPU_PREFILL_CHECKPOINT] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
@@ -76,6 +77,7 @@ complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l cache-t
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l cache-type-v -d 'Type of the values, also -ctv: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl [env: LLAMA_ARG_CACHE_TYPE_V] [default: f16]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l flash-attn -d 'Flash attention, also -fa: on, off or auto [env: LLAMA_ARG_FLASH_ATTN] [default: auto, which is on]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l attn-rot -d 'Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l checkpoint -d 'Whether the decoder reads checkpoints behind a state, with which prompts within a sliding window gain too: on, off or auto. auto is on for version 4; a decoder that does not read them ignores them [env: NPU_PREFILL_CHECKPOINT] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
@@ -98,6 +100,7 @@ complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l cache
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l cache-type-v -d 'Type of the values, also -ctv: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or iq4_nl [env: LLAMA_ARG_CACHE_TYPE_V] [default: f16]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l flash-attn -d 'Flash attention, also -fa: on, off or auto [env: LLAMA_ARG_FLASH_ATTN] [default: auto, which is on]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l attn-rot -d 'Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l checkpoint -d 'Whether the decoder reads checkpoints behind a state, with which prompts within a sliding window gain too: on, off or auto. auto is on for version 4; a decoder that does not read them ignores them [env: NPU_PREFILL_CHECKPOINT] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand layout" -l json -d 'Print the header that such a decoder would send, as JSON'
