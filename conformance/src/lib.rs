@@ -19,6 +19,7 @@ pub mod html;
 mod html_pictures;
 pub mod locate;
 pub mod matrix;
+pub mod nudge;
 pub mod oracle;
 pub mod pins;
 pub mod probe;

@@ -4,7 +4,8 @@
 //! - `a`, with the usual batch: prefills every prompt but its last id and saves (the reference), then gets the whole prompt (the
 //!   control), then everything again from nothing (cold);
 //! - `c`, with batches of 32, and `d`, with flash attention the other way round, or with an f16 cache where the case has a
-//!   quantised one: the same prefills, which is the noise;
+//!   quantised one, or with a model a little beside itself where layers are recurrent and weights quantised: the same prefills,
+//!   which is the noise;
 //! - `b`, fresh, with the usual store of prompts: restores what the producer made, and replies.
 
 use std::collections::BTreeMap;
@@ -25,6 +26,7 @@ use crate::check::{self, Distances, Measure, Want};
 use crate::client::{Ask, Client, Completion};
 use crate::fixtures;
 use crate::heat::{Grid, Heat};
+use crate::nudge;
 use crate::pins::{Cache, Pins};
 use crate::producer::{Choice, Job, Produced, Times};
 use crate::prompts;
@@ -551,11 +553,16 @@ impl<'a> Runner<'a> {
             r.small_batch = Some(reply);
         }
         drop(server);
+        // A recurrent layer goes over its positions one by one in every batch size: there the server has nothing but itself.
+        let recurrent = self.shape.recurrent.iter().any(Option::is_some) && self.shape.weights == Weights::Quantised;
+        let nudged = (recurrent && !self.quantised()).then(|| nudge::write(&self.model, &self.dir.0)).transpose()?;
         let all_long = references.iter().all(|r| r.ids.len() > LONG);
         let mut server = self.start("d", |o| {
             if self.quantised() {
                 // There is no other attention for a quantised V; what quantising does is the yardstick (see `tolerances`).
                 (o.type_k, o.type_v) = (CacheType::F16, CacheType::F16);
+            } else if let Some(nudged) = &nudged {
+                o.model.clone_from(nudged);
             } else {
                 o.flash_attn = !o.flash_attn;
             }
