@@ -192,7 +192,7 @@ fn summary(report: &Value, cases: &[Value]) -> String {
         .collect();
     format!(
         "<section aria-labelledby=h-summary><h2 id=h-summary>Summary</h2>\n{}<p class=note>Distances are |a-b|/|a| from the server's \
-         own file, the worst of all prompts; <i>its noise</i> is the server from itself (smaller batches, the other attention). KL is in \
+         own file, the worst of all prompts; <i>its noise</i> is the server from itself (smaller batches, the other attention or what stands in for it). KL is in \
          nats against the control: the server after its own prefill of all but the last token. Times are sums over the prompts \
          on machines that may have been busy: they are no benchmark.</p></section>\n",
         table("Summary of all cases", &head, &rows)
@@ -342,7 +342,7 @@ fn divergences(report: &Value, i: usize, prompts: &[Value]) -> String {
         pictures::dots(&rows),
         table(
             "Divergence of the next token",
-            &["prompt", "handed over", "cold", "batches of 32", "other attention"],
+            &["prompt", "handed over", "cold", "batches of 32", "other attention or stand-in"],
             &cells
         )
     )

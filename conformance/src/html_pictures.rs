@@ -132,7 +132,7 @@ pub(crate) fn dots(rows: &[Dots]) -> String {
         rows.iter().filter(below).count()
     );
     let key = "<ul class=key aria-hidden=true><li><i style=\"background:var(--ours)\"></i>after the handoff<li><i \
-               style=\"background:var(--own)\"></i>the server's own: cold, batches of 32, the other attention</ul>\n";
+               style=\"background:var(--own)\"></i>the server's own: cold, batches of 32, the other attention or what stands in for it</ul>\n";
     key.to_owned()
         + &figure(
             height,
