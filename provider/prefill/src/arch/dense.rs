@@ -82,6 +82,21 @@ const GPT: Arch = Arch {
 /// The same, positions being anything but RoPE.
 const GPT_NO_ROPE: Arch = Arch { rope: RopeRule::Never, partial_rope: true, ..GPT };
 
+const GEMMA3: Arch = Arch {
+    name: "gemma3",
+    qkv_bias: Presence::Never,
+    other_bias: Presence::Never,
+    qk_norm: Presence::Required,
+    post_norms: true,
+    scaled_embedding: true,
+    activation: Activation::Gelu,
+    window: Some(WindowRule { period: 6, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
+    partial_rope: true,
+    attn_scale: AttnScale::EmbdAtLayers(62),
+    examples: "Gemma 3 270M-27B, text",
+    ..NEOX
+};
+
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[
     Arch { experts: Some(&LLAMA_EXPERTS), examples: "Llama 1-3.x, Mistral 7B, Mixtral, SmolLM2, TinyLlama", ..LLAMA },
@@ -136,28 +151,9 @@ pub(super) const TABLE: &[Arch] = &[
         examples: "Gemma 2 2B-27B",
         ..NEOX
     },
-    Arch {
-        name: "gemma3",
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        qk_norm: Presence::Required,
-        post_norms: true,
-        scaled_embedding: true,
-        activation: Activation::Gelu,
-        window: Some(WindowRule { period: 6, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
-        partial_rope: true,
-        attn_scale: AttnScale::EmbdAtLayers(62),
-        examples: "Gemma 3 270M-27B, text",
-        ..NEOX
-    },
+    GEMMA3,
     Arch {
         name: "gemma4",
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        qk_norm: Presence::Required,
-        post_norms: true,
-        scaled_embedding: true,
-        activation: Activation::Gelu,
         window: Some(WindowRule {
             period: 0,
             default: None,
@@ -165,7 +161,6 @@ pub(super) const TABLE: &[Arch] = &[
             rope: WindowRope::OwnHeads(10000.0),
         }),
         rope_factors: true,
-        partial_rope: true,
         attn_scale: AttnScale::One,
         value_norm: true,
         keys_as_values: true,
@@ -174,18 +169,11 @@ pub(super) const TABLE: &[Arch] = &[
         out_scale: Presence::Optional,
         experts: Some(&GEMMA4_EXPERTS),
         examples: "Gemma 4 E2B, E4B, 26B-A4B, 31B, text",
-        ..NEOX
+        ..GEMMA3
     },
     Arch {
         name: "gemma3n",
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        qk_norm: Presence::Required,
-        post_norms: true,
-        scaled_embedding: true,
-        activation: Activation::Gelu,
         window: Some(WindowRule { period: 5, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
-        partial_rope: true,
         attn_scale: AttnScale::One,
         value_norm: true,
         shared_kv: SharedKv::From(20),
@@ -194,7 +182,7 @@ pub(super) const TABLE: &[Arch] = &[
         // The quantile of a normal distribution below which 95 % lie.
         sparse_gates: Some((10, 1.644_853_6)),
         examples: "Gemma 3n E2B, E4B, text",
-        ..NEOX
+        ..GEMMA3
     },
     Arch {
         name: "phi2",

@@ -62,17 +62,15 @@ impl Room {
         let AltUpSpec { streams, .. } = self.spec.expect("these steps are of models with several streams");
         let (e, rest) = (host.model.spec().n_embd, streams - 1);
         let x = &mut x[c.rows.start * e..c.rows.end * e];
-        if let AltUpOp::Spread { .. } = op {
-            return self.spread(host, stage, x, c);
-        }
-        let w = host.weights(c).altup.as_ref().expect("every layer has these tensors");
+        let w = || host.weights(c).altup.as_ref().expect("every layer has these tensors");
         match op {
+            AltUpOp::Spread { .. } => self.spread(host, stage, x, c)?,
             AltUpOp::Predict { .. } | AltUpOp::Correct { .. } => {
                 let predict = matches!(op, AltUpOp::Predict { .. });
-                self.ask(host, stage, x, c, w, predict)?;
+                self.ask(host, stage, x, c, w(), predict)?;
                 if predict { self.predict(host, x, c, streams) } else { self.correct(host, x, c, streams) }
             }
-            AltUpOp::Laurel { n, .. } => self.detour(host, stage, c, w, *n)?,
+            AltUpOp::Laurel { n, .. } => self.detour(host, stage, c, w(), *n)?,
             AltUpOp::JoinLaurel => {
                 let (laurel, half) = (&self.laurel, 1.0 / 2f32.sqrt());
                 let mut rows: Vec<&mut [f32]> = x.chunks_exact_mut(e).collect();
@@ -84,7 +82,7 @@ impl Room {
             AltUpOp::JoinPart => {
                 let norm = &host.weights(c).per_layer.as_ref().expect("models with streams have such a part").norm;
                 let (out, eps) = (&stage.out, host.model.spec().eps);
-                let mut rows = self.rows(c, rest * e);
+                let mut rows: Vec<_> = rows(&mut self.others, c, rest * e).collect();
                 host.pool.for_each_mut(&mut rows, |i, others| {
                     SCRATCH.with_borrow_mut(|(buffer, _)| {
                         buffer.resize(e, 0.0);
@@ -95,14 +93,8 @@ impl Room {
                     });
                 });
             }
-            AltUpOp::Spread { .. } => {}
         }
         Ok(())
-    }
-
-    /// The chunk's other streams, `n` numbers for each position.
-    fn rows(&mut self, c: &Command, n: usize) -> Vec<&mut [f32]> {
-        self.others[c.rows.start * n..c.rows.end * n].chunks_exact_mut(n).collect()
     }
 
     /// The other streams from the embedding: projections of it, of its length.
@@ -126,7 +118,7 @@ impl Room {
             let linear = Linear { weight: *proj, bias: None };
             host.project_on_host(&stage.input, vec![(&linear, &mut stage.out[..m * e])]);
             let out = &stage.out;
-            let mut rows = self.rows(c, table.proj.len() * e);
+            let mut rows: Vec<_> = rows(&mut self.others, c, table.proj.len() * e).collect();
             host.pool.for_each_mut(&mut rows, |i, others| {
                 let (x, out) = (&x[i * e..][..e], &out[i * e..][..e]);
                 let (wanted, found) = (length(x), length(out));
@@ -172,7 +164,7 @@ impl Room {
     fn predict<K: Kernel>(&mut self, host: &Host<'_, K>, x: &mut [f32], c: &Command, streams: usize) {
         let (e, rest) = (host.model.spec().n_embd, streams - 1);
         let coefs = &self.coefs;
-        let others = self.others[c.rows.start * rest * e..c.rows.end * rest * e].chunks_exact_mut(rest * e);
+        let others = rows(&mut self.others, c, rest * e);
         let predicted = self.predicted[..c.rows.len() * e].chunks_exact_mut(e);
         let mut rows: Vec<_> = x.chunks_exact_mut(e).zip(others).zip(predicted).collect();
         host.pool.for_each_mut(&mut rows, |i, ((x, others), predicted)| {
@@ -201,7 +193,7 @@ impl Room {
     fn correct<K: Kernel>(&mut self, host: &Host<'_, K>, x: &mut [f32], c: &Command, streams: usize) {
         let (e, rest) = (host.model.spec().n_embd, streams - 1);
         let (coefs, predicted) = (&self.coefs, &self.predicted);
-        let others = self.others[c.rows.start * rest * e..c.rows.end * rest * e].chunks_exact_mut(rest * e);
+        let others = rows(&mut self.others, c, rest * e);
         let mut rows: Vec<_> = x.chunks_exact_mut(e).zip(others).collect();
         host.pool.for_each_mut(&mut rows, |i, (x, others)| {
             let (coefs, predicted) = (&coefs[i * streams..][..streams], &predicted[i * e..][..e]);
@@ -227,7 +219,7 @@ impl Room {
         w: &AltUpWeights<'_>,
         rank: usize,
     ) -> Result<(), Error> {
-        let (e, eps, m) = (host.model.spec().n_embd, host.model.spec().eps, c.rows.len());
+        let (e, m) = (host.model.spec().n_embd, c.rows.len());
         host.project_on_host(&stage.input, vec![(&w.laurel[0], &mut self.middle[..m * rank])]);
         let (middle, bad) = (&self.middle, Bad::default());
         self.acts.reshape(m, rank);
@@ -238,19 +230,14 @@ impl Room {
         bad.result(c.layer, "the detour around attention")?;
         host.project_on_host(&self.acts, vec![(&w.laurel[1], &mut self.laurel[..m * e])]);
         let input = stage.input.rows().expect("kept for the detour");
-        let mut rows: Vec<&mut [f32]> = self.laurel[..m * e].chunks_exact_mut(e).collect();
-        host.pool.for_each_mut(&mut rows, |i, row| {
-            SCRATCH.with_borrow_mut(|(buffer, _)| {
-                buffer.resize(e, 0.0);
-                host.kernel.rows(|| {
-                    w.laurel_norm.apply(NormKind::Rms, eps, row, buffer);
-                    row.copy_from_slice(buffer);
-                    rowops::add(row, &input[i * e..][..e]);
-                });
-            });
-        });
+        host.norm_and_add(&w.laurel_norm, &mut self.laurel[..m * e], input);
         Ok(())
     }
+}
+
+/// The chunk's other streams: `n` numbers for each position.
+fn rows<'o>(others: &'o mut Slab, c: &Command, n: usize) -> impl Iterator<Item = &'o mut [f32]> {
+    others[c.rows.start * n..c.rows.end * n].chunks_exact_mut(n)
 }
 
 /// The root of the sum of squares, as ggml adds up.

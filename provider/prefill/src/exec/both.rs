@@ -1,11 +1,10 @@
 //! The steps that join a plain network and a mixture of experts.
 
-use super::{Host, SCRATCH, Stage};
+use super::{Host, Stage};
 use crate::arch::NormKind;
 use crate::layer::both::BothOp;
 use crate::model::Model;
 use crate::plan::Command;
-use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
 
 /// Buffers.
@@ -33,20 +32,7 @@ impl Room {
                     kernel.rows(|| w.dense_norm.apply(NormKind::Rms, eps, &out[i * e..][..e], row));
                 });
             }
-            BothOp::Sum => {
-                let kept = &self.kept;
-                let mut rows: Vec<&mut [f32]> = stage.out[..m * e].chunks_exact_mut(e).collect();
-                host.pool.for_each_mut(&mut rows, |i, row| {
-                    SCRATCH.with_borrow_mut(|(buffer, _)| {
-                        buffer.resize(e, 0.0);
-                        kernel.rows(|| {
-                            w.experts_norm.apply(NormKind::Rms, eps, row, buffer);
-                            row.copy_from_slice(buffer);
-                            rowops::add(row, &kept[i * e..][..e]);
-                        });
-                    });
-                });
-            }
+            BothOp::Sum => host.norm_and_add(&w.experts_norm, &mut stage.out[..m * e], &self.kept),
         }
     }
 }

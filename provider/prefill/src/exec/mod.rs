@@ -12,6 +12,7 @@ mod mamba;
 mod per_layer;
 mod shortconv;
 
+use crate::arch::NormKind;
 use crate::layer::LayerWeights;
 use crate::model::Model;
 use crate::offload::Offload;
@@ -203,6 +204,22 @@ impl<'a, K: Kernel> Host<'a, K> {
             jobs.push(Job { weight: linear.weight, bias: linear.bias.as_deref(), out });
         }
         gemm(self.kernel, self.pool, acts, &jobs);
+    }
+
+    /// Rows of the embedding's length become their RMS norm, with the same row of `others` added.
+    fn norm_and_add(&self, norm: &Norm, rows: &mut [f32], others: &[f32]) {
+        let (e, eps) = (self.model.spec().n_embd, self.model.spec().eps);
+        let mut rows: Vec<&mut [f32]> = rows.chunks_exact_mut(e).collect();
+        self.pool.for_each_mut(&mut rows, |i, row| {
+            SCRATCH.with_borrow_mut(|(buffer, _)| {
+                buffer.resize(e, 0.0);
+                self.kernel.rows(|| {
+                    norm.apply(NormKind::Rms, eps, row, buffer);
+                    row.copy_from_slice(buffer);
+                    rowops::add(row, &others[i * e..][..e]);
+                });
+            });
+        });
     }
 }
 
