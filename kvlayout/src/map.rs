@@ -345,11 +345,7 @@ impl KvMap {
         if let Some(rec) = &spec.recurrent {
             b.recurrent(rec, spec.sections.len(), n_tokens)?;
         }
-        let Builder { at: size, fixed, windows, index } = b;
-        if size > i64::MAX as u64 {
-            return Err(Refusal::TooLarge);
-        }
-        Ok(KvMap { size, n_tokens, fixed, windows, index, window_section })
+        b.finish(n_tokens, window_section)
     }
 
     /// Whether a server needs a checkpoint to use this file: the prompt does not reach past the sliding window, and a server
@@ -359,7 +355,7 @@ impl KvMap {
     }
 
     /// The same file with a checkpoint behind it, if it [wants one](Self::wants_checkpoint); else the same. It is a second copy of
-    /// the window's section: servers that read it (builds since autumn 2026) take the window back to it and evaluate the last of
+    /// the window's section: servers that read it (the newest builds) take the window back to it and evaluate the last of
     /// these tokens and the next one; for all others it is bytes behind the end, which they ignore.
     ///
     /// # Errors
@@ -390,12 +386,7 @@ impl KvMap {
         b.hole(bytes.end + distance - b.at)?;
         b.long(0);
         b.long(0);
-        let Builder { at: size, fixed, windows, index } = b;
-        if size > i64::MAX as u64 {
-            return Err(Refusal::TooLarge);
-        }
-        let window_section = Some(WindowSection { section, bytes, copied: Some(distance) });
-        Ok(KvMap { size, n_tokens, fixed, windows, index, window_section })
+        b.finish(n_tokens, Some(WindowSection { section, bytes, copied: Some(distance) }))
     }
 
     /// Bytes from a tensor to its copy in the checkpoint, if it has one.
@@ -514,6 +505,14 @@ impl Builder {
             }
         }
         Ok(())
+    }
+
+    fn finish(self, n_tokens: u32, window_section: Option<WindowSection>) -> Result<KvMap, Refusal> {
+        let Builder { at: size, fixed, windows, index } = self;
+        if size > i64::MAX as u64 {
+            return Err(Refusal::TooLarge);
+        }
+        Ok(KvMap { size, n_tokens, fixed, windows, index, window_section })
     }
 
     fn window(&mut self, layer: u32, part: Part, w: Window) -> Result<(), Refusal> {

@@ -38,8 +38,8 @@ impl StateVersion {
         }
     }
 
-    /// Whether servers that write this version may read a checkpoint behind a state. Some early ones of version 4 do not, and take
-    /// it for nothing.
+    /// Whether servers that write this version may read a checkpoint behind a state. To one that does not, it is bytes behind the end,
+    /// which it ignores.
     pub fn has_checkpoints(self) -> bool {
         self >= StateVersion::V4
     }
