@@ -57,13 +57,20 @@ pub fn structure(bytes: &[u8], server: &State, want: &Want<'_>) -> Vec<String> {
 
 /// What is wrong with the checkpoints of a handoff: each is the section of the sliding window once more.
 fn checkpoints(state: &State, spec: &KvSpec) -> Vec<String> {
-    let mut section = state.clone();
-    (section.form, section.tokens, section.appendix) = (TokenForm::Plain, Vec::new(), None);
-    section.sections =
-        spec.sections.iter().zip(&state.sections).filter(|(s, _)| s.window.is_some()).map(|(_, s)| s.clone()).collect();
+    let Some(appendix) = &state.appendix else { return Vec::new() };
+    let windowed = spec.sections.iter().zip(&state.sections).filter(|(s, _)| s.window.is_some());
+    let section = State {
+        version: state.version,
+        form: TokenForm::Plain,
+        tokens: Vec::new(),
+        cell_ext: state.cell_ext,
+        sections: windowed.map(|(_, s)| s.clone()).collect(),
+        appendix: None,
+        trailing: Vec::new(),
+    };
     // Behind magic, version and the number of tokens; before it, what a saved context begins with, and a sequence.
     let want = [&0xaf14_3cd8_u32.to_le_bytes()[..], &[0; 4], &section.write()[12..]].concat();
-    let all = state.appendix.iter().flat_map(|a| &a.checkpoints).enumerate();
+    let all = appendix.checkpoints.iter().enumerate();
     all.filter(|(_, c)| c.blobs[0] != want || !c.blobs[1].is_empty() || !c.blobs[2].is_empty())
         .map(|(i, _)| format!("checkpoint {i} is not the window's section once more"))
         .collect()

@@ -85,11 +85,8 @@ impl Probe {
         let Some(Section::Kv(kv)) = state.sections.iter().find(|s| matches!(s, Section::Kv(kv) if has_rows(kv))) else {
             bail!("the server's file holds no attention cache: its model's memory is of a kind that is not supported");
         };
-        let Some(stream) = kv.streams.iter().find(|s| !s.k.is_empty()) else {
+        let Some((stream, k)) = kv.streams.iter().find_map(|s| Some((s, s.k.first()?))) else {
             bail!("the server's file holds no keys")
-        };
-        let Some(k) = stream.k.first() else {
-            bail!("the server's file holds no keys: its model's memory is of a kind that is not supported");
         };
         // Latent attention keeps no values.
         let type_v = stream.v.first().map_or(k.ty, |v| v.ty);

@@ -354,7 +354,8 @@ impl<'a> Runner<'a> {
         report.noise = worst_noise;
 
         let spec = self.shape.kv_spec(&cache);
-        let reads_checkpoints = self.shape.window.is_some() && self.reads_checkpoints(&references)?;
+        let reads_checkpoints =
+            self.shape.window.is_some() && version.has_checkpoints() && self.reads_checkpoints(&references)?;
         let mut server = self.start("b", |o| o.cache_ram_mib = 8192)?;
         let longest = references.iter().map(|r| r.ids.len()).max().unwrap_or(0);
         for (r, (file, prefill_ms, notes, times)) in references.iter().zip(&produced) {
