@@ -150,7 +150,7 @@ pub struct DecoderArgs {
     pub cache_type_v: Option<CacheType>,
     /// Flash attention, also -fa: on, off or auto [env: LLAMA_ARG_FLASH_ATTN] [default: auto, which is on]
     #[arg(long, value_name = "on|off|auto", num_args = 0..=1, default_missing_value = "on", allow_negative_numbers = true, overrides_with = "flash_attn")]
-    pub flash_attn: Option<FlashAttn>,
+    pub flash_attn: Option<OnOff>,
     /// Whether the decoder rotates the rows of quantised caches: on, off or auto. auto is what a probe found, else on for version 4, which says so in the file, and else refused [env: NPU_PREFILL_ATTN_ROT, and LLAMA_ATTN_ROT_DISABLE for off] [default: auto]
     #[arg(long, value_name = "on|off|auto", overrides_with = "attn_rot")]
     pub attn_rot: Option<OnOff>,
@@ -304,30 +304,7 @@ impl FromStr for VersionChoice {
     }
 }
 
-/// `--flash-attn`, in all of llama.cpp's spellings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FlashAttn {
-    /// V rows.
-    On,
-    /// V transposed.
-    Off,
-    /// What a server with a CPU backend makes of it: on.
-    Auto,
-}
-
-impl FromStr for FlashAttn {
-    type Err = String;
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "on" | "enabled" | "true" | "1" => Ok(FlashAttn::On),
-            "off" | "disabled" | "false" | "0" => Ok(FlashAttn::Off),
-            "auto" | "-1" => Ok(FlashAttn::Auto),
-            _ => Err("it is on, off or auto".to_owned()),
-        }
-    }
-}
-
-/// `--attn-rot` and `--checkpoint`.
+/// `--flash-attn`, `--attn-rot` and `--checkpoint`, in all of llama.cpp's spellings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnOff {
     /// Yes.
@@ -338,14 +315,26 @@ pub enum OnOff {
     Auto,
 }
 
+impl OnOff {
+    /// What is said.
+    pub fn told(self) -> Option<bool> {
+        match self {
+            OnOff::On => Some(true),
+            OnOff::Off => Some(false),
+            OnOff::Auto => None,
+        }
+    }
+}
+
 impl FromStr for OnOff {
     type Err = String;
     fn from_str(s: &str) -> Result<Self, String> {
-        Ok(match s.parse()? {
-            FlashAttn::On => OnOff::On,
-            FlashAttn::Off => OnOff::Off,
-            FlashAttn::Auto => OnOff::Auto,
-        })
+        match s {
+            "on" | "enabled" | "true" | "1" => Ok(OnOff::On),
+            "off" | "disabled" | "false" | "0" => Ok(OnOff::Off),
+            "auto" | "-1" => Ok(OnOff::Auto),
+            _ => Err("it is on, off or auto".to_owned()),
+        }
     }
 }
 
@@ -461,18 +450,18 @@ mod tests {
         let cli = parse("npu-prefill -ctk bf16 -ctv f32 -fa off -c 8192 -t 3 -m x.gguf").unwrap().handoff;
         assert_eq!(cli.decoder.cache_type_k.unwrap().to_string(), "bf16");
         assert_eq!(cli.decoder.cache_type_v.unwrap().to_string(), "f32");
-        assert_eq!(cli.decoder.flash_attn, Some(FlashAttn::Off));
+        assert_eq!(cli.decoder.flash_attn, Some(OnOff::Off));
         assert_eq!((cli.decoder.ctx_size, cli.compute.device.threads), (Some(8192), Some(3)));
         for (text, want) in [
-            ("-fa on", FlashAttn::On),
-            ("-fa 1", FlashAttn::On),
-            ("-fa", FlashAttn::On),
-            ("--flash-attn enabled", FlashAttn::On),
-            ("-fa auto", FlashAttn::Auto),
-            ("-fa -1", FlashAttn::Auto),
-            ("-fa 0", FlashAttn::Off),
-            ("-fa=false", FlashAttn::Off),
-            ("-fa off -fa on", FlashAttn::On),
+            ("-fa on", OnOff::On),
+            ("-fa 1", OnOff::On),
+            ("-fa", OnOff::On),
+            ("--flash-attn enabled", OnOff::On),
+            ("-fa auto", OnOff::Auto),
+            ("-fa -1", OnOff::Auto),
+            ("-fa 0", OnOff::Off),
+            ("-fa=false", OnOff::Off),
+            ("-fa off -fa on", OnOff::On),
         ] {
             let text = text.replace("-fa=", "--flash-attn=");
             let cli = parse(&format!("npu-prefill {text} --out x")).unwrap_or_else(|e| panic!("{text}: {e}"));

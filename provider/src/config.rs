@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use kvlayout::{CacheType, StateVersion};
 use serde::Deserialize;
 
-use crate::cli::FlashAttn;
+use crate::cli::OnOff;
 use crate::env;
 use crate::exit::{Error, Kind, Result};
 
@@ -38,7 +38,7 @@ pub struct Config {
     /// Type of the values.
     pub cache_type_v: Option<CacheType>,
     /// Flash attention of the decoder.
-    pub flash_attn: Option<FlashAttn>,
+    pub flash_attn: Option<OnOff>,
     /// Whether the decoder rotates the rows of quantised caches.
     pub attn_rot: Option<bool>,
     /// Context size of the decoder.
@@ -54,7 +54,7 @@ struct Raw {
     state_version: Option<u32>,
     cache_type_k: Option<String>,
     cache_type_v: Option<String>,
-    flash_attn: Option<OnOff>,
+    flash_attn: Option<BoolOrWord>,
     attn_rot: Option<bool>,
     n_ctx: Option<u32>,
     swa_full: Option<bool>,
@@ -63,7 +63,7 @@ struct Raw {
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum OnOff {
+enum BoolOrWord {
     Bool(bool),
     Word(String),
 }
@@ -156,8 +156,8 @@ pub fn parse(text: &str) -> Result<Config, String> {
         cache_type_v: cache_type("cache_type_v", raw.cache_type_v)?,
         flash_attn: match raw.flash_attn {
             None => None,
-            Some(OnOff::Bool(on)) => Some(if on { FlashAttn::On } else { FlashAttn::Off }),
-            Some(OnOff::Word(w)) => Some(w.parse().map_err(|e| format!("flash_attn = \"{w}\": {e}"))?),
+            Some(BoolOrWord::Bool(on)) => Some(if on { OnOff::On } else { OnOff::Off }),
+            Some(BoolOrWord::Word(w)) => Some(w.parse().map_err(|e| format!("flash_attn = \"{w}\": {e}"))?),
         },
         attn_rot: raw.attn_rot,
         n_ctx: raw.n_ctx,
@@ -183,12 +183,9 @@ mod tests {
         assert_eq!(c.state_version.unwrap().number(), 4);
         assert_eq!(c.cache_type_v.unwrap().to_string(), "bf16");
         assert_eq!(c.attn_rot, Some(false));
-        assert_eq!(
-            (c.flash_attn, c.n_ctx, c.swa_full, c.n_stream),
-            (Some(FlashAttn::On), Some(8192), Some(true), Some(2))
-        );
+        assert_eq!((c.flash_attn, c.n_ctx, c.swa_full, c.n_stream), (Some(OnOff::On), Some(8192), Some(true), Some(2)));
         assert!(parse("").unwrap().state_version.is_none());
-        assert_eq!(parse("flash_attn = \"auto\"").unwrap().flash_attn, Some(FlashAttn::Auto));
+        assert_eq!(parse("flash_attn = \"auto\"").unwrap().flash_attn, Some(OnOff::Auto));
     }
 
     #[test]

@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use kvlayout::{CacheType, Inherited};
 
-use crate::cli::{
-    ComputeArgs, DecoderArgs, Device, DeviceArgs, FlashAttn, Handoff, OnOff, VersionChoice, chunk, seconds, size,
-};
+use crate::cli::{ComputeArgs, DecoderArgs, Device, DeviceArgs, Handoff, OnOff, VersionChoice, chunk, seconds, size};
 use crate::config::{self, Config};
 use crate::env::{self, Variable};
 use crate::exit::{Error, Kind, Result, inherit_error};
@@ -200,24 +198,11 @@ impl Decoder {
             Ok(n) => Ok((n != 0).then_some(OnOff::Off)),
             Err(_) => Err("it is a number".to_owned()),
         })?;
-        let attn_rot = match args.attn_rot.or(env::ATTN_ROT.parse(str::parse)?).or(disabled.flatten()) {
-            Some(OnOff::On) => Some(true),
-            Some(OnOff::Off) => Some(false),
-            Some(OnOff::Auto) | None => config.attn_rot,
-        };
-
-        let checkpoint = match args.checkpoint.or(env::CHECKPOINT.parse(str::parse)?) {
-            Some(OnOff::On) => Some(true),
-            Some(OnOff::Off) => Some(false),
-            Some(OnOff::Auto) | None => None,
-        };
-
+        let attn_rot = args.attn_rot.or(env::ATTN_ROT.parse(str::parse)?).or(disabled.flatten()).and_then(OnOff::told);
+        let checkpoint = args.checkpoint.or(env::CHECKPOINT.parse(str::parse)?).and_then(OnOff::told);
         let flash = args.flash_attn.or(env::FLASH_ATTN.parse(str::parse)?).or(config.flash_attn);
-        let swa_env = env::SWA_FULL.parse(|s| match s.parse() {
-            Ok(FlashAttn::On) => Ok(true),
-            Ok(FlashAttn::Off) => Ok(false),
-            _ => Err("it is on or off".to_owned()),
-        })?;
+        let on_or_off = |s: &str| s.parse().ok().and_then(OnOff::told).ok_or_else(|| "it is on or off".to_owned());
+        let swa_env = env::SWA_FULL.parse(on_or_off)?;
         let ctx = env::CTX_SIZE.parse(|s| s.parse::<u32>().map_err(|_| "it is a number of tokens".to_owned()))?;
         let streams = env::N_STREAM.parse(|s| match s.parse() {
             Ok(n @ 1..=256) => Ok(n),
@@ -232,8 +217,8 @@ impl Decoder {
             n_ctx: args.ctx_size.or(ctx).or(config.n_ctx).filter(|&n| n > 0),
             type_k,
             type_v,
-            v_trans: flash == Some(FlashAttn::Off),
-            attn_rot,
+            v_trans: flash == Some(OnOff::Off),
+            attn_rot: attn_rot.or(config.attn_rot),
             checkpoint,
             swa_full: args.swa_full || swa_env.or(config.swa_full).unwrap_or(false),
             n_stream: args.n_stream.or(streams).or(config.n_stream).unwrap_or(1),

@@ -185,17 +185,14 @@ impl Seen {
         let about = |e: Error| e.context("the file that the server saved");
         let state = State::parse_any(bytes).map_err(|e| about(exit::parse_error(e)))?;
         let stream = state.sections.iter().find_map(|s| match s {
-            Section::Kv(kv) => Some((kv, kv.streams.iter().find(|s| !s.k.is_empty())?)),
+            Section::Kv(kv) => kv.streams.iter().find_map(|s| Some((kv, s, s.k.first()?))),
             _ => None,
         });
-        let Some((kv, stream)) = stream else {
+        let Some((kv, stream, k)) = stream else {
             return Err(about(Error::new(
                 Kind::Unavailable,
                 "no attention cache in it: its memory is of another kind",
             )));
-        };
-        let Some(k) = stream.k.first() else {
-            return Err(about(Error::new(Kind::Unavailable, "no keys in it: its memory is of another kind")));
         };
         // Latent attention keeps no values.
         let type_v = stream.v.first().map_or(k.ty, |v| v.ty);
