@@ -5,12 +5,12 @@
 //! the last token runs in other kernels; that difference, and those between batch sizes and kinds of attention, are what a
 //! handoff is measured by.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::client::{Completion, Step};
 
 /// How one reply's text and first token stand to the control's.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Reply {
     /// Divergence of the first token's distribution from the control's, in nats (a lower bound, from the most probable tokens).
     pub kl: f64,

@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use kvlayout::compare::{self, LayerError};
 use kvlayout::faults::{self, Expect};
 use kvlayout::{CacheType, KvSpec, Part, Section, State, StateVersion, TokenForm};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::shape::{Shape, Weights};
 use crate::tolerances as tol;
@@ -103,7 +103,7 @@ pub fn tell_rotation(state: &mut State, spec: &KvSpec) {
 }
 
 /// Distances of one prompt's states, reduced to what limits are about.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Distances {
     /// Model layer 0, K and V.
     pub layer0: [f64; 2],

@@ -6,6 +6,7 @@ use std::io::{BufRead as _, BufReader};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 /// How long one request may take: a 2,000-token prefill on one busy core is minutes at worst.
@@ -24,7 +25,7 @@ pub struct Client {
 }
 
 /// One generated token.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Step {
     /// The token chosen.
     pub id: i32,
@@ -39,7 +40,7 @@ pub struct Step {
 }
 
 /// A reply to a completion.
-#[derive(Debug, Clone, PartialEq, Default)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Completion {
     /// The generated tokens that end a character, in order; fewer if the reader stopped.
     pub steps: Vec<Step>,

@@ -4,7 +4,7 @@
 use anyhow::{Context as _, Result};
 use kvlayout::State;
 use kvlayout::compare;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::shape::Shape;
 
@@ -36,7 +36,7 @@ pub struct Heat {
 }
 
 /// Numbers by part, layer and group.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Grid(Vec<(String, usize, Vec<f64>)>);
 
 /// First positions of the groups of `n` positions, and `n`.

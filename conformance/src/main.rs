@@ -125,6 +125,10 @@ struct RunArgs {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Keep what the servers themselves make of the prompts in this directory, and take it from there in later runs, which then
+    /// take a fraction of the time
+    #[arg(long, value_name = "DIR", conflicts_with = "llama_server")]
+    references: Option<PathBuf>,
     /// Keep the files of cases that do not pass
     #[arg(long, value_name = "DIR")]
     keep: Option<PathBuf>,
@@ -217,6 +221,11 @@ fn main() -> ExitCode {
     }
 }
 
+/// Prints lines on standard output.
+macro_rules! show {
+    ($($what:tt)*) => { terminal::show(format_args!($($what)*)) };
+}
+
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -230,7 +239,7 @@ fn work(cli: Cli) -> Result<bool> {
                 let fa = if c.flash_attn { "" } else { " fa off" };
                 let swa = if c.swa_full { " swa-full" } else { "" };
                 let np = if c.n_parallel > 1 { format!(" np {}", c.n_parallel) } else { String::new() };
-                println!("{}  {} prompts, K {} V {}{fa}{swa}{np}", c.id(), c.prompts.len(), c.type_k, c.type_v);
+                show!("{}  {} prompts, K {} V {}{fa}{swa}{np}", c.id(), c.prompts.len(), c.type_k, c.type_v);
             }
             Ok(true)
         }
@@ -243,7 +252,7 @@ fn work(cli: Cli) -> Result<bool> {
                 Some(path) => {
                     std::fs::write(&path, html::page(&value)?).with_context(|| format!("writing {}", path.display()))?
                 }
-                None => print!("{}", report::table(&value)?),
+                None => show!("{}", report::table(&value)?.trim_end()),
             }
             Ok(value["counts"][1] == 0 && value["counts"][3] == 0)
         }
@@ -263,7 +272,7 @@ fn run_demo(args: DemoArgs) -> Result<bool> {
         threads: args.threads.unwrap_or(cores() as u32),
     };
     let outcome = demo::run(&Pins::load()?, &Cache::open()?, &demo)?;
-    print!("{}", outcome.text());
+    show!("{}", outcome.text().trim_end());
     Ok(outcome.succeeded())
 }
 
@@ -313,7 +322,14 @@ fn run_cases(args: RunArgs) -> Result<bool> {
             }
         },
     };
-    let context = run::Context { pins, cache: Cache::open()?, producer, server: args.llama_server, keep: args.keep };
+    let context = run::Context {
+        pins,
+        cache: Cache::open()?,
+        producer,
+        server: args.llama_server,
+        references: args.references,
+        keep: args.keep,
+    };
     let began = Instant::now();
     let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores));
     let program = match &context.producer {
@@ -327,7 +343,7 @@ fn run_cases(args: RunArgs) -> Result<bool> {
         let text = serde_json::to_string_pretty(&value).context("the report as JSON")? + "\n";
         std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
     }
-    print!("{}", report::table(&value)?);
+    show!("{}", report::table(&value)?.trim_end());
     let skipped_all = results.iter().all(|c| c.verdict == Verdict::Skip);
     Ok(!skipped_all && results.iter().all(|c| matches!(c.verdict, Verdict::Pass | Verdict::Skip)))
 }
@@ -348,15 +364,21 @@ fn write_matrix(args: &MatrixArgs) -> Result<bool> {
         }
         None => {
             let producer = Choice::Provider(locate::provider(args.provider.as_deref())?);
-            let context =
-                run::Context { pins: Pins::load()?, cache: Cache::open()?, producer, server: None, keep: None };
+            let context = run::Context {
+                pins: Pins::load()?,
+                cache: Cache::open()?,
+                producer,
+                server: None,
+                references: None,
+                keep: None,
+            };
             let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores));
             results.into_iter().filter(|r| r.verdict == Verdict::Pass).map(|r| r.id).collect()
         }
     };
     let missing: Vec<String> = list.iter().map(cases::Case::id).filter(|id| !passed.contains(id)).collect();
     if !missing.is_empty() {
-        println!(
+        show!(
             "nothing is written, since {} of {} cases did not pass:\n{}",
             missing.len(),
             list.len(),
@@ -375,7 +397,7 @@ fn write_matrix(args: &MatrixArgs) -> Result<bool> {
     }
     let file = args.root.join(matrix::LIST);
     std::fs::write(&file, matrix::list(&proofs, &pins)?).with_context(|| format!("writing {}", file.display()))?;
-    println!(
+    show!(
         "{} architectures by {} cases: {}, {}, {}",
         proofs.len(),
         list.len(),
@@ -402,9 +424,9 @@ fn measure_routes(args: RoutesArgs) -> Result<bool> {
         root: cache.root().to_owned(),
     };
     let rows = routes::measure(&routes, &mut |text| eprintln!("{text}"))?;
-    print!("{}", routes::markdown(&routes, &rows));
+    show!("{}", routes::markdown(&routes, &rows).trim_end());
     match args.csv {
-        Some(path) if path.as_os_str() == "-" => print!("\n{}", routes::csv(&rows)),
+        Some(path) if path.as_os_str() == "-" => show!("\n{}", routes::csv(&rows).trim_end()),
         Some(path) => {
             std::fs::write(&path, routes::csv(&rows)).with_context(|| format!("writing {}", path.display()))?
         }
@@ -416,9 +438,9 @@ fn measure_routes(args: RoutesArgs) -> Result<bool> {
 fn run_hostile(json: Option<PathBuf>) -> Result<bool> {
     let outcomes = hostile::run()?;
     for o in &outcomes {
-        println!("{:<6} {} (a server: {})", if o.flagged { "ok" } else { "MISSED" }, o.name, o.server);
+        show!("{:<6} {} (a server: {})", if o.flagged { "ok" } else { "MISSED" }, o.name, o.server);
         for f in o.found.iter().take(3) {
-            println!("         {f}");
+            show!("         {f}");
         }
     }
     if let Some(path) = json {
@@ -426,7 +448,7 @@ fn run_hostile(json: Option<PathBuf>) -> Result<bool> {
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
     }
     let missed = outcomes.iter().filter(|o| !o.flagged).count();
-    println!("\n{} hostile files, {} missed", outcomes.len(), missed);
+    show!("\n{} hostile files, {} missed", outcomes.len(), missed);
     Ok(missed == 0)
 }
 
@@ -438,12 +460,12 @@ fn compare(a: &std::path::Path, b: &std::path::Path) -> Result<bool> {
     let (a, b) = (read(a)?, read(b)?);
     let structure = kvlayout::compare::structure(&a, &b);
     for d in &structure {
-        println!("{d}");
+        show!("{d}");
     }
     let errors = kvlayout::compare::numeric(&a, &b).map_err(|d| anyhow::anyhow!("the rows cannot be compared: {d}"))?;
-    println!("section layer part     rows    rel L2   max abs   row max (at)        1-cos max (at)      equal");
+    show!("section layer part     rows    rel L2   max abs   row max (at)        1-cos max (at)      equal");
     for e in &errors {
-        println!(
+        show!(
             "{:>7} {:>5} {:>4} {:>8}  {:.2e}  {:.2e}  {:.2e} {:<8}  {:.2e} {:<8}  {:.1} %",
             e.section,
             e.layer,
@@ -468,14 +490,11 @@ fn pin(command: PinCommand) -> Result<bool> {
             let cache = Cache::open()?;
             for p in &pins.servers {
                 let place = cache.server(p).map_or("not installed".into(), |d| d.display().to_string());
-                println!(
-                    "{:<20} server, {} {}, state version {}: {place}",
-                    p.name, p.package, p.version, p.state_version
-                );
+                show!("{:<20} server, {} {}, state version {}: {place}", p.name, p.package, p.version, p.state_version);
             }
             for p in &pins.models {
                 let place = cache.model(p).map_or("not installed".into(), |d| d.display().to_string());
-                println!(
+                show!(
                     "{:<20} model, {} {} ({}, {} MB): {place}",
                     p.name,
                     p.title,
@@ -491,11 +510,11 @@ fn pin(command: PinCommand) -> Result<bool> {
             let wanted = |n: &str, optional: bool| if all { !optional } else { name.as_deref() == Some(n) };
             let mut any = false;
             for p in pins.servers.iter().filter(|p| wanted(&p.name, false)) {
-                println!("{}: {}", p.name, cache.install_server(p)?.display());
+                show!("{}: {}", p.name, cache.install_server(p)?.display());
                 any = true;
             }
             for p in pins.models.iter().filter(|p| wanted(&p.name, p.optional)) {
-                println!("{}: {}", p.name, cache.install_model(p)?.display());
+                show!("{}: {}", p.name, cache.install_model(p)?.display());
                 any = true;
             }
             anyhow::ensure!(
@@ -508,7 +527,7 @@ fn pin(command: PinCommand) -> Result<bool> {
         PinCommand::Probe { url, slots, out } => {
             let text = probe::Probe::of(&url, &slots, &|| locate::provider(None))?.to_toml(&url);
             if out.as_deref() == Some(std::path::Path::new("-")) {
-                print!("{text}");
+                show!("{}", text.trim_end());
                 return Ok(true);
             }
             let path = match out {
@@ -516,7 +535,7 @@ fn pin(command: PinCommand) -> Result<bool> {
                 None => probe::usual_place()?,
             };
             probe::write(&path, &text)?;
-            println!("{}", path.display());
+            show!("{}", path.display());
             Ok(true)
         }
     }

@@ -1,12 +1,5 @@
-//! Runs cases: real servers make the reference and their own noise, a producer makes its files, a fresh server takes them.
-//!
-//! Per case four servers run, one after the other so that memory stays bounded:
-//! - `a`, with the usual batch: prefills every prompt but its last id and saves (the reference), then gets the whole prompt (the
-//!   control), then everything again from nothing (cold);
-//! - `c`, with batches of 32, and `d`, with flash attention the other way round, or with an f16 cache where the case has a
-//!   quantised one, or with a model a little beside itself where layers are recurrent and weights quantised: the same prefills,
-//!   which is the noise;
-//! - `b`, fresh, with the usual store of prompts: restores what the producer made, and replies.
+//! Runs cases: real servers make the reference and their own noise ([`crate::reference`]), a producer makes its files, and a fresh
+//! server `b`, with the usual store of prompts, restores them and replies.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,30 +10,23 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result, ensure};
 use gguf::Gguf;
-use kvlayout::{CacheType, State, StateVersion};
+use kvlayout::{State, StateVersion};
 use serde::Serialize;
 
 use crate::behaviour::{self, Reply, Spread};
 use crate::cases::Case;
 use crate::check::{self, Distances, Measure, Want};
-use crate::client::{Ask, Client, Completion};
+use crate::client::Client;
 use crate::fixtures;
 use crate::heat::{Grid, Heat};
-use crate::nudge;
 use crate::pins::{Cache, Pins};
 use crate::producer::{Choice, Job, Produced, Times};
-use crate::prompts;
+use crate::reference::{Reference, until_departure};
 use crate::report;
 use crate::server::{Build, Server, ServerOptions};
 use crate::shape::{CacheOptions, Shape, Weights};
 use crate::terminal::Runs;
 use crate::tolerances as tol;
-
-/// Batch of the servers whose noise is measured; below it flash attention runs other code than above.
-const SMALL_BATCH: u32 = 32;
-
-/// Prompts longer than this are prefilled with the other attention only if there are no shorter ones.
-const LONG: usize = 1000;
 
 /// What all cases share.
 pub struct Context {
@@ -52,6 +38,8 @@ pub struct Context {
     pub producer: Choice,
     /// A server of the user's own, instead of the pinned ones.
     pub server: Option<PathBuf>,
+    /// The server's own work is kept here, and taken from here.
+    pub references: Option<PathBuf>,
     /// Keep the files of failed cases here.
     pub keep: Option<PathBuf>,
 }
@@ -238,29 +226,14 @@ pub fn model_path(pins: &Pins, cache: &Cache, name: &str) -> Result<PathBuf> {
     }
 }
 
-/// What the server itself made of one prompt.
-struct Reference {
-    name: String,
-    ids: Vec<i32>,
-    file: PathBuf,
-    control: Completion,
-    cold: Completion,
-    cold_reply: Reply,
-    small_batch: Option<Reply>,
-    other_attention: Option<Reply>,
-    prefill_ms: f64,
-    noise: Distances,
-    noise_grid: Grid,
-    notes: Vec<String>,
-}
-
-struct Runner<'a> {
-    context: &'a Context,
-    case: &'a Case,
-    build: Build,
-    model: PathBuf,
-    shape: Shape,
-    dir: TempDir,
+/// One case while it runs.
+pub(crate) struct Runner<'a> {
+    pub(crate) context: &'a Context,
+    pub(crate) case: &'a Case,
+    pub(crate) build: Build,
+    pub(crate) model: PathBuf,
+    pub(crate) shape: Shape,
+    pub(crate) dir: TempDir,
     tiny: bool,
 }
 
@@ -284,7 +257,7 @@ impl<'a> Runner<'a> {
         copy_dir(&self.dir.0, &target)
     }
 
-    fn start(&self, which: &str, change: impl FnOnce(&mut ServerOptions)) -> Result<Server> {
+    pub(crate) fn start(&self, which: &str, change: impl FnOnce(&mut ServerOptions)) -> Result<Server> {
         let slots = self.dir.0.join(which);
         fs::create_dir_all(&slots).with_context(|| format!("creating {}", slots.display()))?;
         let mut options = ServerOptions::new(&self.model, &slots);
@@ -302,7 +275,7 @@ impl<'a> Runner<'a> {
         Ok(server)
     }
 
-    fn cache(&self) -> CacheOptions {
+    pub(crate) fn cache(&self) -> CacheOptions {
         CacheOptions {
             type_k: self.case.type_k,
             type_v: self.case.type_v,
@@ -312,14 +285,13 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn quantised(&self) -> bool {
+    pub(crate) fn quantised(&self) -> bool {
         self.case.type_k.is_quantised() || self.case.type_v.is_quantised()
     }
 
     fn run(&mut self) -> Result<CaseReport> {
-        let mut references = self.references()?;
+        let references = self.references()?;
         let version = self.version(&references)?;
-        self.noise(&mut references)?;
         let cache = self.cache();
         let mut producer = self.context.producer.make();
         let slots = self.dir.0.join("b");
@@ -474,63 +446,6 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// The server's own prefills, controls and cold replies.
-    fn references(&self) -> Result<Vec<Reference>> {
-        let mut server = self.start("a", |_| {})?;
-        let all = prompts::all()?;
-        let mut out = Vec::new();
-        for name in &self.case.prompts {
-            let prompt = all.iter().find(|p| &p.name == name).with_context(|| format!("no prompt is called {name}"))?;
-            let reference = self.reference(&server, prompt);
-            let about = || format!("the server's own work on prompt {name}");
-            out.push(server.explain(reference).with_context(about)?);
-        }
-        Ok(out)
-    }
-
-    fn reference(&self, server: &Server, prompt: &prompts::Prompt) -> Result<Reference> {
-        let client = &server.client;
-        let ids = prompt.ids(client, self.case.max_tokens)?;
-        let handed = &ids[..ids.len() - 1];
-        client.erase(0)?;
-        let prefill = client.prefill(handed, 0)?;
-        let name = format!("{}.bin", prompt.name);
-        let saved = client.save(0, &name)?;
-        ensure!(saved.tokens == handed.len() as u64, "saved {} tokens of {}", saved.tokens, handed.len());
-        let mut ask = self.ask(&ids);
-        let control = client.complete(&ask, |_| true)?;
-        let mut notes = Vec::new();
-        if control.steps.is_empty() {
-            notes.push(
-                "the control's reply begins with bytes that are no text, which this server cannot tell".to_owned(),
-            );
-        } else if control.prompt_n != Some(1) {
-            notes.push(format!(
-                "no control: the server evaluated {:?} tokens of its own prefill again",
-                control.prompt_n
-            ));
-        }
-        client.erase(0)?;
-        ask.cache_prompt = false;
-        let cold = client.complete(&ask, until_departure(&control))?;
-        client.erase(0)?;
-        let cold_reply = behaviour::compare(&control, &cold);
-        Ok(Reference {
-            name: prompt.name.clone(),
-            file: server.options.slots.join(&name),
-            ids,
-            control,
-            cold,
-            cold_reply,
-            small_batch: None,
-            other_attention: None,
-            prefill_ms: prefill.prompt_ms.unwrap_or(0.0),
-            noise: Distances::ZERO,
-            noise_grid: Grid::default(),
-            notes,
-        })
-    }
-
     /// The version that the server's files carry, which must be the pin's.
     fn version(&self, references: &[Reference]) -> Result<StateVersion> {
         let first = references.first().context("the case has no prompts")?;
@@ -540,74 +455,6 @@ impl<'a> Runner<'a> {
             ensure!(found.number() == want, "{} writes state version {found}, its pin says {want}", self.build.name());
         }
         Ok(found)
-    }
-
-    /// How far the server is from itself.
-    fn noise(&self, references: &mut [Reference]) -> Result<()> {
-        let mut server = self.start("c", |o| o.n_ubatch = SMALL_BATCH)?;
-        for r in references.iter_mut() {
-            let variant = self.variant(&server, r);
-            let (d, grid, reply) =
-                server.explain(variant).with_context(|| format!("prompt {} in batches of {SMALL_BATCH}", r.name))?;
-            r.noise = r.noise.max(d);
-            r.noise_grid = std::mem::take(&mut r.noise_grid).max(grid);
-            r.small_batch = Some(reply);
-        }
-        drop(server);
-        // A recurrent layer goes over its positions one by one in every batch size: there the server has nothing but itself.
-        let recurrent = self.shape.recurrent.iter().any(Option::is_some) && self.shape.weights == Weights::Quantised;
-        let nudged = (recurrent && !self.quantised()).then(|| nudge::write(&self.model, &self.dir.0)).transpose()?;
-        let all_long = references.iter().all(|r| r.ids.len() > LONG);
-        let mut server = self.start("d", |o| {
-            if self.quantised() {
-                // There is no other attention for a quantised V; what quantising does is the yardstick (see `tolerances`).
-                (o.type_k, o.type_v) = (CacheType::F16, CacheType::F16);
-            } else if let Some(nudged) = &nudged {
-                o.model.clone_from(nudged);
-            } else {
-                o.flash_attn = !o.flash_attn;
-            }
-        })?;
-        // The yardstick is the worst of all prompts; the longest are the dearest here, and not the noisiest.
-        for r in references.iter_mut().filter(|r| all_long || r.ids.len() <= LONG) {
-            let variant = self.variant(&server, r);
-            let (d, grid, reply) =
-                server.explain(variant).with_context(|| format!("prompt {} with the other attention", r.name))?;
-            r.noise = r.noise.max(d);
-            r.noise_grid = std::mem::take(&mut r.noise_grid).max(grid);
-            r.other_attention = Some(reply);
-        }
-        Ok(())
-    }
-
-    fn variant(&self, server: &Server, r: &Reference) -> Result<(Distances, Grid, Reply)> {
-        let client = &server.client;
-        client.erase(0)?;
-        client.prefill(&r.ids[..r.ids.len() - 1], 0)?;
-        let name = format!("{}.bin", r.name);
-        client.save(0, &name)?;
-        let path = server.options.slots.join(&name);
-        let read = |p: &Path, [type_k, type_v]: [CacheType; 2]| -> Result<State> {
-            let bytes = fs::read(p).with_context(|| format!("reading {}", p.display()))?;
-            let mut state = self.shape.parse(&bytes)?;
-            let cache = CacheOptions { type_k, type_v, ..self.cache() };
-            check::tell_rotation(&mut state, &self.shape.kv_spec(&cache));
-            Ok(state)
-        };
-        let reference = read(&r.file, [self.case.type_k, self.case.type_v])?;
-        let variant = read(&path, [server.options.type_k, server.options.type_v])?;
-        let (d, _) = check::distances(&reference, &variant, &self.shape)?;
-        let grid = Grid::of(&reference, &variant, &self.shape, r.ids.len() - 1)?;
-        fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
-        let ask = self.ask(&r.ids);
-        let reply = behaviour::compare(&r.control, &client.complete(&ask, until_departure(&r.control))?);
-        client.erase(0)?;
-        Ok((d, grid, reply))
-    }
-
-    /// What every server is asked: the case's tokens, greedily, on top of what its slot holds.
-    fn ask<'p>(&self, prompt: &'p [i32]) -> Ask<'p> {
-        Ask { prompt, n_predict: self.case.greedy, n_probs: tol::TOP, cache_prompt: true, slot: 0, ignore_eos: true }
     }
 
     /// Restores a file and asks for the reply.
@@ -776,16 +623,6 @@ fn worst_measures(prompts: &[PromptReport]) -> Vec<String> {
         format!("{what}: {:.3e} on {prompt}, the limit is {:.3e} ({n} of {} prompts)", m.value, m.limit, prompts.len())
     };
     kinds.into_iter().map(line).collect()
-}
-
-/// Goes on as long as a reply is the control's; what comes after a departure says nothing.
-fn until_departure(control: &Completion) -> impl FnMut(&crate::client::Step) -> bool + '_ {
-    let mut seen = 0;
-    move |step| {
-        let same = control.steps.get(seen).is_some_and(|s| s.id == step.id);
-        seen += 1;
-        same
-    }
 }
 
 /// A directory in the cache for one run, gone when dropped.

@@ -19,6 +19,14 @@ pub fn is_terminal() -> bool {
     std::io::stderr().is_terminal()
 }
 
+/// Prints a line, or lines, on standard output. A reader that has seen enough and left (`| head`) is no error.
+pub fn show(what: std::fmt::Arguments) {
+    match writeln!(std::io::stdout().lock(), "{what}") {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => eprintln!("conformance: standard output: {e}"),
+        _ => {}
+    }
+}
+
 /// A verdict's word as stderr shows it: in colour on a terminal, unless NO_COLOR says otherwise.
 pub fn coloured(word: &str) -> String {
     let padded = format!("{word:<5}");

@@ -53,7 +53,14 @@ fn a_report() -> Value {
         .collect();
     let program = locate::provider_for_tests().unwrap();
     let cache = Cache::open().unwrap();
-    let context = Context { pins, cache, producer: Choice::Provider(program.clone()), server: None, keep: None };
+    let context = Context {
+        pins,
+        cache,
+        producer: Choice::Provider(program.clone()),
+        server: None,
+        references: None,
+        keep: None,
+    };
     let mut reports: Vec<_> = cases.iter().map(|c| run::run_case(&context, c)).collect();
     // One that is wrong, to see that it is shown so; its reasons are not for a browser to interpret.
     let mut wrong = reports[0].clone();

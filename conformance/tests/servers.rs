@@ -2,6 +2,7 @@
 //!
 //! Servers and models are installed on first use; without network and cache these tests fail, they are never skipped.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -17,7 +18,14 @@ use conformance::{fixtures, locate, probe};
 use kvlayout::CacheType;
 
 fn context(producer: Choice) -> Context {
-    Context { pins: Pins::load().unwrap(), cache: Cache::open().unwrap(), producer, server: None, keep: None }
+    Context {
+        pins: Pins::load().unwrap(),
+        cache: Cache::open().unwrap(),
+        producer,
+        server: None,
+        references: None,
+        keep: None,
+    }
 }
 
 /// Built once, whichever test comes first.
@@ -56,6 +64,45 @@ fn the_provider_passes_on_every_server_build() {
         let report = pass(&context, &case(id, prompts));
         assert_eq!(report.reused + report.reprocessed, prompts.len(), "{id}");
     }
+}
+
+/// The second run starts no server for its own work, and comes to the same end; what is damaged is made anew.
+#[test]
+fn kept_references_judge_as_fresh_ones_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let case = case("tiny/tiny-llama-q8_0/v4", &["two", "rust"]);
+    let mut context = context(Choice::Provider(provider_path()));
+    let fresh = pass(&context, &case);
+    context.references = Some(dir.path().join("kept"));
+    pass(&context, &case);
+    let is_case = |e: &fs::DirEntry| e.file_name().to_string_lossy().starts_with("tiny-llama-q8_0-v4-");
+    let kept = fs::read_dir(dir.path().join("kept")).unwrap().map(Result::unwrap).find(is_case).unwrap().path();
+    let replies = kept.join("references.cbor");
+    let stamp = |p: &Path| fs::metadata(p).unwrap().modified().unwrap();
+    let made = stamp(&replies);
+    let again = pass(&context, &case);
+    assert_eq!(stamp(&replies), made);
+    for (a, b) in fresh.prompts.iter().zip(&again.prompts) {
+        assert_eq!(
+            (a.distances, a.noise, a.cold, a.small_batch, a.other_attention, a.handed),
+            (b.distances, b.noise, b.cold, b.small_batch, b.other_attention, b.handed)
+        );
+        assert!(a.notes.is_empty() && b.notes[0].contains("kept"), "{:?} {:?}", a.notes, b.notes);
+    }
+    // Other questions are other references: one prompt less, and a damaged file.
+    let fewer = Case { prompts: vec!["two".into()], ..case.clone() };
+    assert!(pass(&context, &fewer).prompts[0].notes.is_empty());
+    fs::write(&replies, b"no such thing").unwrap();
+    assert!(pass(&context, &case).prompts[0].notes.is_empty());
+    assert!(pass(&context, &case).prompts[0].notes[0].contains("kept"));
+    // Whose server is not pinned keeps nothing.
+    context.server = Some(PathBuf::from("/bin/false"));
+    let report = run::run_case(&context, &case);
+    assert!(
+        report.verdict == Verdict::Error && report.reasons[0].contains("only the work of pinned servers"),
+        "{:?}",
+        report.reasons
+    );
 }
 
 /// One prompt of a real model, by the way users see it.
