@@ -18,7 +18,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 
 /// Why a [`StateFile`] could not be started. Nothing has been left behind.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +54,9 @@ const SUFFIX: &str = ".npu-prefill-tmp";
 /// Bytes given to the system at a time, so that a signal is never far from taking effect.
 const WRITE: usize = 1 << 20;
 
+/// Bytes after which the disk is set to work, so that at the end it has little left to do.
+const BEHIND: u64 = 4 << 20;
+
 /// Held while a temporary gets its name and its lock, and during the sweep: within this process nobody sees one without
 /// the other.
 static NAMING: Mutex<()> = Mutex::new(());
@@ -69,7 +74,8 @@ pub struct StateFile {
     path: PathBuf,
     dir: OwnedFd,
     name: OsString,
-    file: OwnedFd,
+    file: Arc<OwnedFd>,
+    behind: Behind,
     /// The name in `dir` that must not outlive us.
     temp: Option<OsString>,
     size: u64,
@@ -132,7 +138,8 @@ impl StateFile {
                 Some(file) => (file, None),
                 None => open_named(&dir, &name).map(|(file, temp)| (file, Some(temp))).map_err(refused)?,
             };
-            let new = StateFile { path: path.into(), dir, name, file, temp, size, put: 0 };
+            let file = Arc::new(file);
+            let new = StateFile { path: path.into(), dir, name, file, behind: Behind::default(), temp, size, put: 0 };
             // The lock says that we live, also to a process that cannot see our pid. Not every file system has locks.
             let _ = rustix::fs::flock(&new.file, FlockOperation::NonBlockingLockExclusive);
             new
@@ -173,7 +180,8 @@ impl StateFile {
             let what = format!("{} bytes of {} were written, the file has {len}: not published", self.put, self.size);
             return Err(step("checking its length", io::Error::other(what)));
         }
-        retry(|| rustix::fs::fsync(&self.file)).map_err(|e| step("writing it to disk", e.into()))?;
+        let written = self.behind.end().and_then(|()| retry(|| rustix::fs::fsync(&self.file)));
+        written.map_err(|e| step("writing it to disk", e.into()))?;
 
         let named = {
             let _naming = naming();
@@ -214,6 +222,42 @@ impl StateFile {
     }
 }
 
+/// Has the disk write while rows are still computed: a thread that waits for it, and does nothing else. On a file system in memory
+/// there is nothing to wait for.
+#[derive(Default, Debug)]
+struct Behind {
+    /// Bytes since it was told last.
+    bytes: u64,
+    thread: Option<(SyncSender<()>, JoinHandle<Result<(), Errno>>)>,
+}
+
+impl Behind {
+    fn wrote(&mut self, file: &Arc<OwnedFd>, bytes: u64) {
+        self.bytes += bytes;
+        if self.bytes < BEHIND {
+            return;
+        }
+        self.bytes = 0;
+        if self.thread.is_none() {
+            let (tell, told) = std::sync::mpsc::sync_channel(1);
+            let file = Arc::clone(file);
+            let work = move || told.iter().try_for_each(|()| retry(|| rustix::fs::fdatasync(&file)));
+            // Without a thread everything is left to the end.
+            let Ok(thread) = std::thread::Builder::new().name("write-behind".into()).spawn(work) else { return };
+            self.thread = Some((tell, thread));
+        }
+        // One that is at work already, or has met an error, need not be told again.
+        let _ = self.thread.as_ref().map(|(tell, _)| tell.try_send(()));
+    }
+
+    /// Waits until it is done. The system tells of an error once, so that it must not get lost here.
+    fn end(&mut self) -> Result<(), Errno> {
+        let Some((tell, thread)) = self.thread.take() else { return Ok(()) };
+        drop(tell);
+        thread.join().unwrap_or(Err(Errno::IO))
+    }
+}
+
 impl ByteSpace for StateFile {
     const LIVE: bool = false;
 
@@ -230,6 +274,7 @@ impl ByteSpace for StateFile {
                     bytes = &bytes[n..];
                     at += n as u64;
                     self.put += n as u64;
+                    self.behind.wrote(&self.file, n as u64);
                 }
                 Err(Errno::INTR) => {}
                 Err(e) => {
