@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result};
 use conformance::fixtures::Rng;
 use npu_kernels::host::Columns;
 use npu_kernels::host::acts::Activations;
-use npu_kernels::host::attention::{HeadCache, Heads, attention};
+use npu_kernels::host::attention::{HeadCache, Heads, Products, attention};
 use npu_kernels::host::gemm::{Job, gemm};
 use npu_kernels::host::peak::{Operands, Peak};
 use npu_kernels::{Isa, Pool, WeightType, WeightView, with_kernel};
@@ -274,12 +274,15 @@ fn attention_ops(m: usize, keys: usize, head: usize) -> f64 {
     seen * 4.0 * head as f64
 }
 
+/// What attention multiplies, and its name in the tables.
+const PRODUCTS: [(Products, &str); 2] = [(Products::Floats, "f32"), (Products::Words, "i16")];
+
 fn attentions(c: &Kernels, pool: &Pool, out: &mut Vec<Row>, progress: &mut dyn FnMut(&str)) {
     for &head in &c.heads {
-        for &keys in &c.keys {
-            progress(&format!("attention, {keys} keys, {head} channels"));
+        for (&keys, (products, ty)) in c.keys.iter().flat_map(|k| PRODUCTS.map(|p| (k, p))) {
+            progress(&format!("attention in {ty}, {keys} keys, {head} channels"));
             let m = keys.min(CHUNK);
-            let mut cache = HeadCache::new(head, head, keys);
+            let mut cache = HeadCache::new(products, head, head, keys);
             let (k, v) = (floats(keys * head, "keys"), floats(keys * head, "values"));
             k.chunks_exact(head).zip(v.chunks_exact(head)).for_each(|(k, v)| cache.push(k, v));
             let caches = [cache];
@@ -304,7 +307,7 @@ fn attentions(c: &Kernels, pool: &Pool, out: &mut Vec<Row>, progress: &mut dyn F
             });
             out.push(Row {
                 what: "attention",
-                ty: "",
+                ty,
                 m,
                 k: keys,
                 n: head,

@@ -4,39 +4,92 @@
 //! values as rows. A tile of query rows walks over blocks of [`KEY_BLOCK`] keys and carries the running maximum and
 //! sum of each row, so no score matrix is ever whole. Masked blocks are not visited.
 //!
-//! The products are f32. Keys and values come in rounded to the decoder's cache type, since that is what the
-//! decoder's own attention would read.
+//! The products are of f32, or of 16-bit integers with scales (`words`). Keys and values come in rounded to the decoder's
+//! cache type, since that is what the decoder's own attention would read.
 
 use super::panel::FloatLine;
+use super::words::{WordQueries, WordRows};
 use super::{Columns, Kernel, PANEL_COLS, Pool, TILE_ROWS};
 use std::cell::RefCell;
 
 /// Keys that a tile looks at between two corrections of its running maximum.
 pub const KEY_BLOCK: usize = 256;
 
+/// What the products of attention are of.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Products {
+    /// f32 throughout.
+    Floats,
+    /// 16-bit integers with a scale for each row: of keys and values, of queries, and of weights.
+    Words,
+}
+
 /// Keys and values of one key-value head for the positions so far.
 pub struct HeadCache {
     head_k: usize,
     head_v: usize,
+    rows: Rows,
+    len: usize,
+}
+
+/// What a cache holds.
+pub(crate) enum Rows {
+    Floats(FloatRows),
+    Words(WordRows),
+}
+
+pub(crate) struct FloatRows {
     /// `[position / 16][channel]` lines of sixteen positions.
     keys: Vec<FloatLine>,
-    /// `[position][value_lines]` lines of channels.
+    /// `[position][lines]` lines of channels.
     values: Vec<FloatLine>,
-    len: usize,
+    head_k: usize,
+    /// Lines of a value row.
+    lines: usize,
+}
+
+impl FloatRows {
+    fn new(head_k: usize, head_v: usize, positions: usize) -> FloatRows {
+        let lines = head_v.div_ceil(PANEL_COLS);
+        let values = vec![FloatLine::ZERO; positions * lines];
+        let keys = vec![FloatLine::ZERO; positions.div_ceil(PANEL_COLS) * head_k];
+        FloatRows { keys, values, head_k, lines }
+    }
+
+    fn set(&mut self, at: usize, key: &[f32], value: &[f32]) {
+        let (group, lane) = (at / PANEL_COLS, at % PANEL_COLS);
+        let panel = &mut self.keys[group * self.head_k..][..self.head_k];
+        panel.iter_mut().zip(key).for_each(|(line, k)| line.0[lane] = *k);
+        for (line, part) in self.values[at * self.lines..].iter_mut().zip(value.chunks(PANEL_COLS)) {
+            line.0[..part.len()].copy_from_slice(part);
+        }
+    }
+
+    /// Keys `16 * group ..`, a line per channel.
+    pub(crate) fn key_panel(&self, group: usize) -> &[FloatLine] {
+        &self.keys[group * self.head_k..][..self.head_k]
+    }
+
+    /// Values of `n` positions from `first` on.
+    pub(crate) fn value_rows(&self, first: usize, n: usize) -> &[FloatLine] {
+        &self.values[first * self.lines..][..n * self.lines]
+    }
 }
 
 impl HeadCache {
     /// An empty cache with room for `positions`.
-    pub fn new(head_k: usize, head_v: usize, positions: usize) -> Self {
-        let values = vec![FloatLine::ZERO; positions * head_v.div_ceil(PANEL_COLS)];
-        let keys = vec![FloatLine::ZERO; positions.div_ceil(PANEL_COLS) * head_k];
-        HeadCache { head_k, head_v, keys, values, len: 0 }
+    pub fn new(products: Products, head_k: usize, head_v: usize, positions: usize) -> Self {
+        let rows = match products {
+            Products::Floats => Rows::Floats(FloatRows::new(head_k, head_v, positions)),
+            Products::Words => Rows::Words(WordRows::new(head_k, head_v, positions)),
+        };
+        HeadCache { head_k, head_v, rows, len: 0 }
     }
 
-    /// Bytes that a cache of this shape takes.
+    /// Bytes that a cache of this shape takes at most.
     pub fn bytes(head_k: usize, head_v: usize, positions: usize) -> usize {
         let lines = positions.div_ceil(PANEL_COLS) * head_k + positions * head_v.div_ceil(PANEL_COLS);
-        lines * size_of::<FloatLine>()
+        (lines * size_of::<FloatLine>()).max(WordRows::bytes(head_k, head_v, positions))
     }
 
     /// Forgets every position.
@@ -45,16 +98,22 @@ impl HeadCache {
     }
 
     /// Appends the key and value of the next position.
+    #[inline(always)]
     pub fn push(&mut self, key: &[f32], value: &[f32]) {
         assert!(key.len() == self.head_k && value.len() == self.head_v, "one head's row");
-        let (group, lane) = (self.len / PANEL_COLS, self.len % PANEL_COLS);
-        let panel = &mut self.keys[group * self.head_k..][..self.head_k];
-        panel.iter_mut().zip(key).for_each(|(line, k)| line.0[lane] = *k);
-        let lines = self.value_lines();
-        for (line, part) in self.values[self.len * lines..].iter_mut().zip(value.chunks(PANEL_COLS)) {
-            line.0[..part.len()].copy_from_slice(part);
+        match &mut self.rows {
+            Rows::Floats(rows) => rows.set(self.len, key, value),
+            Rows::Words(rows) => rows.set(self.len, key, value),
         }
         self.len += 1;
+    }
+
+    /// What it is for.
+    pub fn products(&self) -> Products {
+        match self.rows {
+            Rows::Floats(_) => Products::Floats,
+            Rows::Words(_) => Products::Words,
+        }
     }
 
     /// Channels of a key.
@@ -72,15 +131,8 @@ impl HeadCache {
         self.head_v.div_ceil(PANEL_COLS)
     }
 
-    /// Keys `16 * group ..`, a line per channel.
-    pub(crate) fn key_panel(&self, group: usize) -> &[FloatLine] {
-        &self.keys[group * self.head_k..][..self.head_k]
-    }
-
-    /// Values of `n` positions from `first` on, [`Self::value_lines`] each.
-    pub(crate) fn value_rows(&self, first: usize, n: usize) -> &[FloatLine] {
-        let lines = self.value_lines();
-        &self.values[first * lines..][..n * lines]
+    pub(crate) fn rows(&self) -> &Rows {
+        &self.rows
     }
 }
 
@@ -114,11 +166,14 @@ pub struct Scratch {
     pub(crate) q: Vec<f32>,
     pub(crate) scores: Vec<f32>,
     pub(crate) acc: Vec<FloatLine>,
+    /// Queries in integers.
+    pub(crate) words: WordQueries,
+    /// `[row][key]` weights in integers, rows [`KEY_BLOCK`] long.
+    pub(crate) codes: Vec<i16>,
 }
 
 impl Scratch {
-    pub(crate) fn shape(&mut self, head_k: usize, value_lines: usize) {
-        self.q.resize(head_k * TILE_ROWS, 0.0);
+    pub(crate) fn shape(&mut self, value_lines: usize) {
         self.scores.resize(KEY_BLOCK * TILE_ROWS, 0.0);
         self.acc.resize(value_lines * TILE_ROWS, FloatLine::ZERO);
     }

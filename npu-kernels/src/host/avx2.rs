@@ -67,7 +67,7 @@ fn call<F: FnOnce() -> R, R>(f: F) -> R {
 
 #[target_feature(enable = "avx2,fma,f16c")]
 fn attend(task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]) {
-    lanes::attend::<true>(lanes::PlainProducts::<true>, task, scratch, out);
+    lanes::attend::<true>(lanes::PlainLoops::<true>, task, scratch, out);
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

@@ -2,7 +2,8 @@
 
 use super::acts::{CodeTile, FloatTile};
 use super::panel::{CodePanel, FloatLine, FloatPanel};
-use super::{Kernel, TILE_ROWS, TileOut, attention, avx512_decode, lanes};
+use super::words::{self, WordKeys, WordLine, WordQueries};
+use super::{Kernel, PANEL_COLS, TILE_ROWS, TileOut, attention, avx512_decode, lanes};
 use crate::weight::WeightView;
 use std::arch::x86_64::*;
 
@@ -22,6 +23,8 @@ unsafe impl Kernel for Avx512 {
             && is_x86_feature_detected!("f16c"))
         .then_some(Avx512(()))
     }
+
+    const WORDS: bool = true;
 
     fn decode_codes(self, w: &WeightView<'_>, first: usize, panel: &mut CodePanel) {
         // SAFETY: `self` proves the instructions.
@@ -75,19 +78,25 @@ fn call<F: FnOnce() -> R, R>(f: F) -> R {
     f()
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c")]
 fn attend(task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]) {
-    lanes::attend::<true>(Products(()), task, scratch, out);
+    lanes::attend::<true>(Loops(()), task, scratch, out);
 }
 
-/// The products of attention, made only inside a function that has the instructions on.
+/// The loops of attention, made only inside a function that has the instructions on.
 #[derive(Copy, Clone)]
-struct Products(());
+struct Loops(());
 
-impl lanes::AttentionProducts for Products {
+impl lanes::Loops for Loops {
+    #[inline(always)]
+    fn exp(self, x: &mut lanes::Lane) {
+        // SAFETY: `Loops` exists only inside `attend`, whose caller has proved the instructions.
+        unsafe { exp(x) }
+    }
+
     #[inline(always)]
     fn scores(self, keys: &[FloatLine], q: &[f32], out: &mut TileOut) {
-        // SAFETY: `Products` exists only inside `attend`, whose caller has proved the instructions.
+        // SAFETY: as above.
         unsafe { mul_floats(q, [keys], [out]) }
     }
 
@@ -109,6 +118,157 @@ impl lanes::AttentionProducts for Products {
             }
             if lines % 2 == 1 {
                 mix::<1>(&values[lines - 1..], keys, lines, weights, &mut acc[lines - 1..]);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn word_scores(self, keys: WordKeys<'_>, q: &WordQueries, out: &mut TileOut) {
+        // SAFETY: as above.
+        unsafe { mul_words(q, [keys], [out]) }
+    }
+
+    #[inline(always)]
+    fn word_score_pair(self, keys: [WordKeys<'_>; 2], q: &WordQueries, out: &mut [TileOut; 2]) {
+        // SAFETY: as above.
+        unsafe { mul_words(q, keys, out.each_mut()) }
+    }
+
+    #[inline(always)]
+    fn weigh(self, weights: &[lanes::Lane], scales: &[lanes::Lane], codes: &mut [[i16; PANEL_COLS]]) -> f32 {
+        // SAFETY: as above.
+        unsafe { weigh(weights, scales, codes) }
+    }
+
+    #[inline(always)]
+    fn mix_words(
+        self,
+        values: &[WordLine],
+        lines: usize,
+        weights: &[i16],
+        scales: &[f32; TILE_ROWS],
+        acc: &mut [FloatLine],
+    ) {
+        let pairs = values.len() / lines;
+        assert!(acc.len() >= TILE_ROWS * lines);
+        assert!(weights.len() >= (TILE_ROWS - 1) * attention::KEY_BLOCK + 2 * pairs);
+        // SAFETY: as above; the lengths are all that is read and written.
+        unsafe {
+            for l in (0..lines - lines % 2).step_by(2) {
+                mix_words::<2>(&values[l..], pairs, lines, weights, scales, &mut acc[l..]);
+            }
+            if lines % 2 == 1 {
+                mix_words::<1>(&values[lines - 1..], pairs, lines, weights, scales, &mut acc[lines - 1..]);
+            }
+        }
+    }
+}
+
+/// As [`lanes::exp`], whose constants these are. The last step multiplies by a power of two, and makes 0 of whatever the first ones
+/// make of minus infinity.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+fn exp(x: &mut lanes::Lane) {
+    // SAFETY: a lane is sixteen floats.
+    let v = unsafe { _mm512_loadu_ps(x.as_ptr()) };
+    let by = |c: f32| _mm512_set1_ps(c);
+    let n = _mm512_roundscale_ps::<_MM_FROUND_TO_NEAREST_INT>(_mm512_mul_ps(v, by(std::f32::consts::LOG2_E)));
+    let r = _mm512_fmadd_ps(n, by(2.121_944_4e-4), _mm512_fmadd_ps(n, by(-0.693_359_4), v));
+    let mut p = by(1.0 / 720.0);
+    for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = _mm512_fmadd_ps(p, r, by(c));
+    }
+    // SAFETY: as above.
+    unsafe { _mm512_storeu_ps(x.as_mut_ptr(), _mm512_scalef_ps(p, n)) };
+}
+
+/// Twelve rows times `P` panels of sixteen keys, two channels at a time.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
+fn mul_words<const P: usize>(q: &WordQueries, panels: [WordKeys<'_>; P], out: [&mut TileOut; P]) {
+    let codes = q.codes.as_chunks::<TILE_ROWS>().0;
+    let n = panels.iter().fold(codes.len(), |n, p| n.min(p.codes.len()));
+    let keys = panels.map(|p| &p.codes[..n]);
+    let mut sum = [[_mm512_setzero_si512(); P]; TILE_ROWS];
+    for (at, q) in codes[..n].iter().enumerate() {
+        // SAFETY: a line is one aligned register, and every panel has n of them.
+        let k = keys.map(|p| unsafe { _mm512_load_si512(p.as_ptr().add(at).cast()) });
+        for (s, q) in sum.iter_mut().zip(q) {
+            let q = _mm512_set1_epi32(both(*q));
+            for (s, k) in s.iter_mut().zip(k) {
+                *s = _mm512_dpwssd_epi32(*s, q, k);
+            }
+        }
+    }
+    // SAFETY: sixteen floats each.
+    let scales = panels.map(|p| unsafe { _mm512_loadu_ps(p.scales.as_ptr()) });
+    for (p, out) in out.into_iter().enumerate() {
+        for ((line, s), q) in out.iter_mut().zip(&sum).zip(q.scales) {
+            let score = _mm512_mul_ps(_mm512_cvtepi32_ps(s[p]), _mm512_mul_ps(_mm512_set1_ps(q), scales[p]));
+            // SAFETY: a line is sixteen floats.
+            unsafe { _mm512_storeu_ps(line.as_mut_ptr(), score) };
+        }
+    }
+}
+
+/// See [`lanes::Loops::weigh`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+fn weigh(weights: &[lanes::Lane], scales: &[lanes::Lane], codes: &mut [[i16; PANEL_COLS]]) -> f32 {
+    // SAFETY: sixteen floats each.
+    let product = |(w, s): (&lanes::Lane, &lanes::Lane)| unsafe {
+        _mm512_mul_ps(_mm512_loadu_ps(w.as_ptr()), _mm512_loadu_ps(s.as_ptr()))
+    };
+    let sum = weights.iter().zip(scales).map(product).fold(_mm512_setzero_ps(), |a, b| _mm512_add_ps(a, b));
+    let (by, back) = words::both_ways(_mm512_reduce_add_ps(sum));
+    let by = _mm512_set1_ps(by);
+    for (w, codes) in weights.iter().zip(scales).map(product).zip(codes) {
+        let words = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(w, by)));
+        // SAFETY: sixteen words of 16 bits.
+        unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), words) };
+    }
+    back
+}
+
+/// Two words as one number, the first in its low half.
+fn both(pair: [i16; 2]) -> i32 {
+    i32::from(pair[0] as u16) | i32::from(pair[1]) << 16
+}
+
+/// `N` lines of channels for all twelve rows.
+///
+/// # Safety
+/// `values` holds `pairs` rows of `lines` lines less what was cut off in front, `acc` likewise twelve rows, `weights`
+/// twelve rows of `KEY_BLOCK`, the last of them `2 * pairs` long at least.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")]
+unsafe fn mix_words<const N: usize>(
+    values: &[WordLine],
+    pairs: usize,
+    lines: usize,
+    weights: &[i16],
+    scales: &[f32; TILE_ROWS],
+    acc: &mut [FloatLine],
+) {
+    let mut sum = [[_mm512_setzero_si512(); N]; TILE_ROWS];
+    for pair in 0..pairs {
+        let mut v = [_mm512_setzero_si512(); N];
+        for (j, v) in v.iter_mut().enumerate() {
+            // SAFETY: row `pair` of values, line j, by the promise above.
+            *v = unsafe { _mm512_load_si512(values.as_ptr().add(pair * lines + j).cast()) };
+        }
+        for (i, row) in sum.iter_mut().enumerate() {
+            // SAFETY: row i of weights, keys 2 * pair and the next; a pair of them need not be aligned.
+            let w = unsafe { weights.as_ptr().add(i * attention::KEY_BLOCK + 2 * pair).cast::<i32>().read_unaligned() };
+            let w = _mm512_set1_epi32(w);
+            for (s, v) in row.iter_mut().zip(v) {
+                *s = _mm512_dpwssd_epi32(*s, w, v);
+            }
+        }
+    }
+    for ((i, row), scale) in sum.iter().enumerate().zip(scales) {
+        let scale = _mm512_set1_ps(*scale);
+        for (j, s) in row.iter().enumerate() {
+            // SAFETY: row i of acc, line j.
+            unsafe {
+                let at = acc.as_mut_ptr().add(i * lines + j).cast();
+                _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(*s), scale, _mm512_load_ps(at)));
             }
         }
     }

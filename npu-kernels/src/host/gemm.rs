@@ -25,6 +25,8 @@ pub struct Job<'a> {
 const PANELS: usize = 2;
 /// Tasks for each thread, at least, so that the last to finish keeps the others waiting for little.
 const TASKS_PER_THREAD: usize = 4;
+/// Bytes that memory hands over at a time.
+const CACHE_LINE: usize = 64;
 /// Tiles of rows, at least, that a decoded panel should be used for.
 const TILES_PER_SHARE: usize = 8;
 
@@ -126,6 +128,27 @@ fn run<K: Kernel>(kernel: K, pool: &Pool, acts: &Activations, tasks: &[(Part<'_>
     });
 }
 
+/// The weights that the thread will most likely decode next, in as many pieces as there are tiles to multiply before: decoding goes
+/// over sixteen rows at once, and so waits for memory in a way that no processor foresees.
+fn ahead<'a>(weight: &WeightView<'a>, first: usize, pieces: usize) -> impl Iterator<Item = &'a [u8]> {
+    let n = weight.n().saturating_sub(first).min(PANELS * PANEL_COLS);
+    let bytes = weight.rows(first, n).map_or(&[][..], |rows| rows.data());
+    let piece = bytes.len().div_ceil(pieces).next_multiple_of(CACHE_LINE).max(CACHE_LINE);
+    bytes.chunks(piece).chain(std::iter::repeat(&[][..]))
+}
+
+/// Has the processor fetch bytes into its cache, if it can be asked to.
+fn fetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.chunks(CACHE_LINE) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a hint, and of an address that may be read.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
+}
+
 /// The outputs from `first` on, a task's worth of them, of the rows in `range`, counted in tiles.
 fn product<K: Kernel>(
     kernel: K,
@@ -142,6 +165,7 @@ fn product<K: Kernel>(
     // The last task may have one panel only.
     let panels = (job.weight.n() - first).div_ceil(PANEL_COLS).min(PANELS);
     let factor = job.weight.factor();
+    let ahead = ahead(&job.weight, first + PANELS * PANEL_COLS, range.len());
     // Inside `rows`, so that a line is stored in one piece where registers are as wide.
     let store = |t: usize, out: &mut [TileOut; PANELS]| {
         kernel.rows(|| {
@@ -168,7 +192,8 @@ fn product<K: Kernel>(
                 panel.shape(job.weight.k(), ty.code_form().expect("a type with codes"));
                 kernel.decode_codes(&job.weight, first, panel);
             }
-            for (t, tile) in range.clone().zip(&tiles[range]) {
+            for ((t, tile), ahead) in range.clone().zip(&tiles[range]).zip(ahead) {
+                fetch(ahead);
                 if panels == PANELS {
                     kernel.mul_code_pair(tile, form, codes, &mut out);
                 } else {
@@ -182,7 +207,8 @@ fn product<K: Kernel>(
                 panel.shape(job.weight.k());
                 kernel.decode_floats(&job.weight, first, panel);
             }
-            for (t, tile) in range.clone().zip(&tiles[range]) {
+            for ((t, tile), ahead) in range.clone().zip(&tiles[range]).zip(ahead) {
+                fetch(ahead);
                 if panels == PANELS {
                     kernel.mul_float_pair(tile, floats, &mut out);
                 } else {

@@ -1,8 +1,10 @@
 //! Loops over sixteen lanes that a compiler turns into vector instructions. They stand here once and are inlined into
 //! one function per instruction set, where the wider registers and fused multiply-add are switched on.
 
+use super::attention::{FloatRows, Rows};
 use super::panel::{CodePanel, FloatLine, FloatPanel};
-use super::{PANEL_COLS, TILE_ROWS, TileOut, attention, blocks};
+use super::words::{WordKeys, WordLine, WordQueries, WordRows};
+use super::{PANEL_COLS, TILE_ROWS, TileOut, attention, blocks, words};
 use crate::weight::WeightView;
 
 /// Sixteen lanes.
@@ -93,8 +95,11 @@ pub(crate) fn mul_floats<const FMA: bool>(a: &[f32], panel: &[FloatLine], out: &
     *out = acc;
 }
 
-/// The two products inside attention, which an instruction set may have better code for.
-pub(crate) trait AttentionProducts: Copy {
+/// Attention's loops, over floats and over 16-bit integers (whose sums are exact), which an instruction set may have better code for.
+pub(crate) trait Loops: Copy {
+    /// As [`exp`], of numbers that are not above 0; may keep results below 2^-126.
+    fn exp(self, x: &mut Lane);
+
     /// `out[row][key]`: twelve queries (`[channel][row]`) times sixteen keys (`[channel][key]`).
     fn scores(self, keys: &[FloatLine], q: &[f32], out: &mut TileOut);
 
@@ -109,13 +114,43 @@ pub(crate) trait AttentionProducts: Copy {
     /// `acc[row][..] += weights[row][key] * values[key][..]` over all rows of `values`. Rows of `values` and `acc` are
     /// `lines` lines long, rows of `weights` [`attention::KEY_BLOCK`] numbers.
     fn mix(self, values: &[FloatLine], lines: usize, weights: &[f32], acc: &mut [FloatLine]);
+
+    /// `out[row][key]`: twelve queries times sixteen keys, in integers.
+    fn word_scores(self, keys: WordKeys<'_>, q: &WordQueries, out: &mut TileOut);
+
+    /// The same with two groups of keys.
+    #[inline(always)]
+    fn word_score_pair(self, keys: [WordKeys<'_>; 2], q: &WordQueries, out: &mut [TileOut; 2]) {
+        for (keys, out) in keys.into_iter().zip(out) {
+            self.word_scores(keys, q, out);
+        }
+    }
+
+    /// Makes codes of weights times the scales of their values, and returns what the codes are times.
+    fn weigh(self, weights: &[Lane], scales: &[Lane], codes: &mut [[i16; PANEL_COLS]]) -> f32;
+
+    /// `acc[row][..] += scales[row] * sum of weights[row][key] * values[key][..]` over all rows of `values`, of which a line has
+    /// two. Rows of `values` and `acc` are `lines` lines long, rows of `weights` [`attention::KEY_BLOCK`] numbers.
+    fn mix_words(
+        self,
+        values: &[WordLine],
+        lines: usize,
+        weights: &[i16],
+        scales: &[f32; TILE_ROWS],
+        acc: &mut [FloatLine],
+    );
 }
 
 /// What the compiler makes of the loops as they stand.
 #[derive(Copy, Clone)]
-pub(crate) struct PlainProducts<const FMA: bool>;
+pub(crate) struct PlainLoops<const FMA: bool>;
 
-impl<const FMA: bool> AttentionProducts for PlainProducts<FMA> {
+impl<const FMA: bool> Loops for PlainLoops<FMA> {
+    #[inline(always)]
+    fn exp(self, x: &mut Lane) {
+        exp::<FMA>(x);
+    }
+
     #[inline(always)]
     fn scores(self, keys: &[FloatLine], q: &[f32], out: &mut TileOut) {
         mul_floats::<FMA>(q, keys, out);
@@ -134,6 +169,177 @@ impl<const FMA: bool> AttentionProducts for PlainProducts<FMA> {
             }
         }
     }
+
+    #[inline(always)]
+    fn word_scores(self, keys: WordKeys<'_>, q: &WordQueries, out: &mut TileOut) {
+        let mut sums = [[0i32; PANEL_COLS]; TILE_ROWS];
+        for (q, keys) in q.codes.as_chunks::<TILE_ROWS>().0.iter().zip(keys.codes) {
+            for (sum, q) in sums.iter_mut().zip(q) {
+                sum.iter_mut().zip(&keys.0).for_each(|(s, k)| *s += dot(*q, *k));
+            }
+        }
+        for ((out, s), q) in out.iter_mut().zip(sums).zip(q.scales) {
+            *out = std::array::from_fn(|l| s[l] as f32 * (q * keys.scales[l]));
+        }
+    }
+
+    #[inline(always)]
+    fn weigh(self, weights: &[Lane], scales: &[Lane], codes: &mut [[i16; PANEL_COLS]]) -> f32 {
+        let mut sums = [0f32; PANEL_COLS];
+        for (w, scale) in weights.iter().zip(scales) {
+            sums = std::array::from_fn(|l| sums[l] + w[l] * scale[l]);
+        }
+        let (by, back) = words::both_ways(sums.iter().sum());
+        for ((w, scale), codes) in weights.iter().zip(scales).zip(codes) {
+            *codes = words::codes16(&std::array::from_fn(|l| w[l] * scale[l]), by);
+        }
+        back
+    }
+
+    #[inline(always)]
+    fn mix_words(
+        self,
+        values: &[WordLine],
+        lines: usize,
+        weights: &[i16],
+        scales: &[f32; TILE_ROWS],
+        acc: &mut [FloatLine],
+    ) {
+        for (i, scale) in scales.iter().enumerate() {
+            let weights = weights[i * attention::KEY_BLOCK..].as_chunks::<2>().0;
+            for (l, acc) in acc[i * lines..][..lines].iter_mut().enumerate() {
+                let mut sum = [0i32; PANEL_COLS];
+                for (row, w) in values.chunks_exact(lines).zip(weights) {
+                    sum.iter_mut().zip(&row[l].0).for_each(|(s, v)| *s += dot(*w, *v));
+                }
+                acc.0.iter_mut().zip(sum).for_each(|(a, s)| *a = mul_add::<FMA>(s as f32, *scale, *a));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn dot(a: [i16; 2], b: [i16; 2]) -> i32 {
+    i32::from(a[0]) * i32::from(b[0]) + i32::from(a[1]) * i32::from(b[1])
+}
+
+/// The products of one kind of cache.
+trait Products: Copy {
+    /// See [`Loops::exp`].
+    fn exp(self, x: &mut Lane);
+
+    /// Takes a tile's queries, times the scale of scores.
+    fn queries(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch);
+
+    /// Scores of a group of sixteen keys, or of it and the next.
+    fn scores(self, scratch: &attention::Scratch, group: usize, out: &mut [TileOut]);
+
+    /// `acc[row][..] += scores[row][key] * value[first + key][..]`, over `keys` keys.
+    fn mix(self, scratch: &mut attention::Scratch, first: usize, keys: usize);
+}
+
+#[derive(Copy, Clone)]
+struct OfFloats<'a, L> {
+    rows: &'a FloatRows,
+    lines: usize,
+    loops: L,
+}
+
+impl<L: Loops> Products for OfFloats<'_, L> {
+    #[inline(always)]
+    fn exp(self, x: &mut Lane) {
+        self.loops.exp(x);
+    }
+
+    #[inline(always)]
+    fn queries(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch) {
+        let hk = task.cache.head_k();
+        scratch.q.resize(hk * TILE_ROWS, 0.0);
+        for i in 0..TILE_ROWS {
+            for d in 0..hk {
+                let q = if i < task.rows { task.q[i * task.q_stride + d] * task.scale } else { 0.0 };
+                scratch.q[d * TILE_ROWS + i] = q;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn scores(self, scratch: &attention::Scratch, group: usize, out: &mut [TileOut]) {
+        let keys = |i| self.rows.key_panel(group + i);
+        match out {
+            [one] => self.loops.scores(keys(0), &scratch.q, one),
+            out => self.loops.score_pair([keys(0), keys(1)], &scratch.q, out.as_mut_array().expect("one group or two")),
+        }
+    }
+
+    #[inline(always)]
+    fn mix(self, scratch: &mut attention::Scratch, first: usize, keys: usize) {
+        self.loops.mix(self.rows.value_rows(first, keys), self.lines, &scratch.scores, &mut scratch.acc);
+    }
+}
+
+#[derive(Copy, Clone)]
+struct OfWords<'a, L> {
+    rows: &'a WordRows,
+    lines: usize,
+    loops: L,
+}
+
+impl<L: Loops> Products for OfWords<'_, L> {
+    #[inline(always)]
+    fn exp(self, x: &mut Lane) {
+        self.loops.exp(x);
+    }
+
+    #[inline(always)]
+    fn queries(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch) {
+        let hk = task.cache.head_k();
+        let WordQueries { codes, scales } = &mut scratch.words;
+        codes.clear();
+        codes.resize(hk.div_ceil(2) * TILE_ROWS, [0; 2]);
+        *scales = [0.0; TILE_ROWS];
+        for (i, scale) in scales.iter_mut().enumerate().take(task.rows) {
+            let q = &task.q[i * task.q_stride..][..hk];
+            let (by, back) = words::by_norm(q);
+            *scale = back * task.scale;
+            let mut into = codes.as_chunks_mut::<TILE_ROWS>().0.iter_mut();
+            for q in q.chunks(PANEL_COLS) {
+                let codes = words::codes(q, by);
+                codes.as_chunks::<2>().0.iter().zip(&mut into).for_each(|(pair, line)| line[i] = *pair);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn scores(self, scratch: &attention::Scratch, group: usize, out: &mut [TileOut]) {
+        let keys = |i| self.rows.key_panel(group + i);
+        match out {
+            [one] => self.loops.word_scores(keys(0), &scratch.words, one),
+            out => {
+                let out = out.as_mut_array().expect("one group or two");
+                self.loops.word_score_pair([keys(0), keys(1)], &scratch.words, out);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn mix(self, scratch: &mut attention::Scratch, first: usize, keys: usize) {
+        const BLOCK: usize = attention::KEY_BLOCK;
+        let attention::Scratch { scores, acc, codes, .. } = scratch;
+        codes.resize(TILE_ROWS * BLOCK, 0);
+        for from in (0..keys).step_by(words::SHARE) {
+            // Weights behind the last key are 0, as are those that a row does not see.
+            let n = (keys - from).min(words::SHARE).next_multiple_of(PANEL_COLS);
+            let values = self.rows.value_scales(first + from, n).as_chunks().0;
+            let mut scales = [0f32; TILE_ROWS];
+            for (i, scale) in scales.iter_mut().enumerate() {
+                let at = i * BLOCK + from..i * BLOCK + from + n;
+                let codes = codes[at.clone()].as_chunks_mut().0;
+                *scale = self.loops.weigh(scores[at].as_chunks().0, values, codes);
+            }
+            self.loops.mix_words(self.rows.value_rows(first + from, n), self.lines, &codes[from..], &scales, acc);
+        }
+    }
 }
 
 /// `cap * tanh(s / cap)` of every score.
@@ -145,25 +351,45 @@ fn soft_cap<const FMA: bool>(cap: f32, line: &mut Lane) {
     line.iter_mut().zip(e).for_each(|(v, e)| *v = cap * (1.0 - 2.0 / (e + 1.0)));
 }
 
+/// All lanes become one, in four steps.
+#[inline(always)]
+fn across(mut lanes: Lane, join: impl Fn(f32, f32) -> f32) -> f32 {
+    for width in [8, 4, 2, 1] {
+        for l in 0..width {
+            lanes[l] = join(lanes[l], lanes[l + width]);
+        }
+    }
+    lanes[0]
+}
+
 /// One tile of attention; see [`attention`] for the method.
 #[inline(always)]
 pub(crate) fn attend<const FMA: bool>(
-    products: impl AttentionProducts,
+    loops: impl Loops,
+    task: &attention::Task<'_>,
+    scratch: &mut attention::Scratch,
+    out: &mut [f32],
+) {
+    let lines = task.cache.value_lines();
+    match task.cache.rows() {
+        Rows::Floats(rows) => attend_by::<FMA>(OfFloats { rows, lines, loops }, task, scratch, out),
+        Rows::Words(rows) => attend_by::<FMA>(OfWords { rows, lines, loops }, task, scratch, out),
+    }
+}
+
+#[inline(always)]
+fn attend_by<const FMA: bool>(
+    products: impl Products,
     task: &attention::Task<'_>,
     scratch: &mut attention::Scratch,
     out: &mut [f32],
 ) {
     const BLOCK: usize = attention::KEY_BLOCK;
-    let (hk, hv) = (task.cache.head_k(), task.cache.head_v());
+    let hv = task.cache.head_v();
     let lines = task.cache.value_lines();
     let rows = task.rows;
-    scratch.shape(hk, lines);
-    // Queries transposed and scaled: [channel][row].
-    for i in 0..TILE_ROWS {
-        for d in 0..hk {
-            scratch.q[d * TILE_ROWS + i] = if i < rows { task.q[i * task.q_stride + d] * task.scale } else { 0.0 };
-        }
-    }
+    scratch.shape(lines);
+    products.queries(task, scratch);
     scratch.acc.fill(FloatLine::ZERO);
     let mut max = [f32::NEG_INFINITY; TILE_ROWS];
     let mut sum = [0f32; TILE_ROWS];
@@ -174,13 +400,8 @@ pub(crate) fn attend<const FMA: bool>(
     while k0 <= last {
         let groups = (last + 1 - k0).min(BLOCK).div_ceil(PANEL_COLS);
         for g in (0..groups).step_by(2) {
-            let panel = |g: usize| task.cache.key_panel(k0 / PANEL_COLS + g);
             let mut pair: [TileOut; 2] = [[[0.0; PANEL_COLS]; TILE_ROWS]; 2];
-            if g + 1 < groups {
-                products.score_pair([panel(g), panel(g + 1)], &scratch.q, &mut pair);
-            } else {
-                products.scores(panel(g), &scratch.q, &mut pair[0]);
-            }
+            products.scores(scratch, k0 / PANEL_COLS + g, &mut pair[..(groups - g).min(2)]);
             for (g, acc) in (g..groups).zip(&mut pair) {
                 let key = k0 + g * PANEL_COLS;
                 if let Some(cap) = task.softcap {
@@ -221,7 +442,7 @@ pub(crate) fn attend<const FMA: bool>(
                     *t = if *v > *t { *v } else { *t };
                 }
             }
-            let top = top.iter().fold(max[i], |m, v| m.max(*v));
+            let top = max[i].max(across(top, f32::max));
             if top == f32::NEG_INFINITY {
                 // Nothing visible in this block (window): weights are zero.
                 scores.fill(0.0);
@@ -229,18 +450,19 @@ pub(crate) fn attend<const FMA: bool>(
             }
             let mut total = [0f32; PANEL_COLS];
             for line in scores.as_chunks_mut::<PANEL_COLS>().0 {
-                line.iter_mut().for_each(|v| *v -= top);
-                exp::<FMA>(line);
-                total.iter_mut().zip(line.iter()).for_each(|(t, v)| *t += *v);
+                let mut e: Lane = std::array::from_fn(|l| line[l] - top);
+                products.exp(&mut e);
+                total = std::array::from_fn(|l| total[l] + e[l]);
+                *line = e;
             }
-            let shrink = if max[i] == f32::NEG_INFINITY {
-                0.0
+            let shrink = if max[i] == top {
+                1.0
             } else {
                 let mut e = [max[i] - top; PANEL_COLS];
-                exp::<FMA>(&mut e);
+                products.exp(&mut e);
                 e[0]
             };
-            sum[i] = sum[i] * shrink + total.iter().sum::<f32>();
+            sum[i] = sum[i] * shrink + across(total, |a, b| a + b);
             max[i] = top;
             if shrink != 1.0 {
                 let sums = scratch.acc[i * lines..][..lines].iter_mut();
@@ -248,7 +470,7 @@ pub(crate) fn attend<const FMA: bool>(
             }
         }
         let keys = (groups * PANEL_COLS).min(last + 1 - k0);
-        products.mix(task.cache.value_rows(k0, keys), lines, &scratch.scores, &mut scratch.acc);
+        products.mix(scratch, k0, keys);
         k0 += BLOCK;
     }
     for i in 0..rows {

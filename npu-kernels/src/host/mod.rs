@@ -34,6 +34,7 @@ pub mod recurrent;
 pub mod rowops;
 pub mod scalar;
 mod slab;
+mod words;
 
 pub use out::Columns;
 pub use pool::Pool;
@@ -149,6 +150,9 @@ pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
 
     /// Attention of one tile of query rows (see [`attention`]).
     fn attend(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]);
+
+    /// Whether it multiplies 16-bit integers so much faster than floats that attention gains by them.
+    const WORDS: bool = false;
 
     /// Runs `f`, compiled for this instruction set where the compiler inlines it: for the loops of [`rowops`].
     fn rows<F: FnOnce() -> R, R>(self, f: F) -> R;

@@ -41,7 +41,7 @@ unsafe impl Kernel for Neon {
     }
 
     fn attend(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]) {
-        lanes::attend::<true>(lanes::PlainProducts::<true>, task, scratch, out);
+        lanes::attend::<true>(lanes::PlainLoops::<true>, task, scratch, out);
     }
 
     // NEON is in the baseline of the target, so there is nothing to switch on for these.

@@ -56,6 +56,12 @@ pub(crate) fn squares(x: &[f32]) -> f64 {
     sum(x, |v| f64::from(v * v))
 }
 
+/// The sum of squares, which cannot overflow.
+#[inline(always)]
+pub(crate) fn squares_f64(x: &[f32]) -> f64 {
+    sum(x, |v| f64::from(v) * f64::from(v))
+}
+
 /// `out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias`. Sums are f64; ggml adds up in f32, in an order of its
 /// own for each instruction set.
 #[inline(always)]
@@ -111,47 +117,52 @@ pub fn rope(head: &mut [f32], pairing: Pairing, cos: &[f32], sin: &[f32]) {
     }
 }
 
+/// `g * sigmoid(g)`. A function, since a closure that is not inlined has none of the caller's instructions.
+#[inline(always)]
+fn silu16(g: &[f32; 16]) -> [f32; 16] {
+    let mut e = g.map(|v| -v);
+    lanes::exp::<false>(&mut e);
+    std::array::from_fn(|i| g[i] / (1.0 + e[i]))
+}
+
 /// `out = gate * sigmoid(gate) * up`.
 #[inline(always)]
 pub fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    let one = |g: &[f32; 16]| -> [f32; 16] {
-        let mut e = g.map(|v| -v);
-        lanes::exp::<false>(&mut e);
-        std::array::from_fn(|i| g[i] / (1.0 + e[i]))
-    };
     let (g, g_rest) = gate.as_chunks::<16>();
     let (u, u_rest) = up.as_chunks::<16>();
     let (o, o_rest) = out.as_chunks_mut::<16>();
     for ((g, u), o) in g.iter().zip(u).zip(o) {
-        let s = one(g);
+        let s = silu16(g);
         *o = std::array::from_fn(|i| s[i] * u[i]);
     }
     for ((g, u), o) in g_rest.iter().zip(u_rest).zip(o_rest) {
-        *o = one(&[*g; 16])[0] * u;
+        *o = silu16(&[*g; 16])[0] * u;
     }
+}
+
+#[inline(always)]
+fn swiglu16(g: &[f32; 16], u: &[f32; 16]) -> [f32; 16] {
+    const ALPHA: f32 = 1.702;
+    const LIMIT: f32 = 7.0;
+    // Not `min`, which would turn NaN into a number.
+    let g = g.map(|v| if v > LIMIT { LIMIT } else { v });
+    let mut e = g.map(|v| -v * ALPHA);
+    lanes::exp::<false>(&mut e);
+    std::array::from_fn(|i| g[i] / (1.0 + e[i]) * (u[i].clamp(-LIMIT, LIMIT) + 1.0))
 }
 
 /// `out = g * sigmoid(1.702 * g) * (u + 1)` with g the gate, at most 7, and u the other, within ±7 (ggml's `swiglu_oai` with
 /// the numbers that gpt-oss has).
 #[inline(always)]
 pub fn swiglu_oai(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    const ALPHA: f32 = 1.702;
-    const LIMIT: f32 = 7.0;
-    let one = |g: &[f32; 16], u: &[f32; 16]| -> [f32; 16] {
-        // Not `min`, which would turn NaN into a number.
-        let g = g.map(|v| if v > LIMIT { LIMIT } else { v });
-        let mut e = g.map(|v| -v * ALPHA);
-        lanes::exp::<false>(&mut e);
-        std::array::from_fn(|i| g[i] / (1.0 + e[i]) * (u[i].clamp(-LIMIT, LIMIT) + 1.0))
-    };
     let (g, g_rest) = gate.as_chunks::<16>();
     let (u, u_rest) = up.as_chunks::<16>();
     let (o, o_rest) = out.as_chunks_mut::<16>();
     for ((g, u), o) in g.iter().zip(u).zip(o) {
-        *o = one(g, u);
+        *o = swiglu16(g, u);
     }
     for ((g, u), o) in g_rest.iter().zip(u_rest).zip(o_rest) {
-        *o = one(&[*g; 16], &[*u; 16])[0];
+        *o = swiglu16(&[*g; 16], &[*u; 16])[0];
     }
 }
 
@@ -204,21 +215,28 @@ pub fn xielu(x: &[f32], n: &Xielu, out: &mut [f32]) {
     });
 }
 
+#[inline(always)]
+fn gelu16(x: &[f32; 16]) -> [f32; 16] {
+    // tanh(y) = 1 - 2 / (exp(2y) + 1), so 0.5 * x * (1 + tanh(y)) = x - x / (exp(2y) + 1).
+    let mut e = x.map(|x| 2.0 * 0.797_884_6 * x * (1.0 + 0.044_715 * x * x));
+    lanes::exp::<false>(&mut e);
+    std::array::from_fn(|i| x[i] - x[i] / (e[i] + 1.0))
+}
+
 /// `out = gelu(x)`, GELU in its tanh form, from and to half precision for |x| < 10 as ggml's table has it.
 #[inline(always)]
 pub fn gelu(x: &[f32], out: &mut [f32], half_buffer: &mut Vec<f16>) {
     half_buffer.resize(x.len(), f16::ZERO);
     half_buffer.convert_from_f32_slice(x);
     half_buffer.convert_to_f32_slice(out);
-    // tanh(y) = 1 - 2 / (exp(2y) + 1), so 0.5 * x * (1 + tanh(y)) = x - x / (exp(2y) + 1).
-    let gelu = |x: &[f32; 16]| -> [f32; 16] {
-        let mut e = x.map(|x| 2.0 * 0.797_884_6 * x * (1.0 + 0.044_715 * x * x));
-        lanes::exp::<false>(&mut e);
-        std::array::from_fn(|i| x[i] - x[i] / (e[i] + 1.0))
-    };
     let (chunks, rest) = out.as_chunks_mut::<16>();
-    chunks.iter_mut().for_each(|x| *x = gelu(x));
-    rest.iter_mut().for_each(|x| *x = gelu(&[*x; 16])[0]);
+    // Loops, since an adapter of iterators that is not inlined has none of the caller's instructions.
+    for x in chunks {
+        *x = gelu16(x);
+    }
+    for x in rest {
+        *x = gelu16(&[*x; 16])[0];
+    }
     half_buffer.convert_from_f32_slice(out);
     half_buffer.convert_to_f32_slice(out);
     for (o, x) in out.iter_mut().zip(x) {

@@ -59,7 +59,7 @@ unsafe impl Kernel for Scalar {
     }
 
     fn attend(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch, out: &mut [f32]) {
-        lanes::attend::<false>(lanes::PlainProducts::<false>, task, scratch, out);
+        lanes::attend::<false>(lanes::PlainLoops::<false>, task, scratch, out);
     }
 
     fn rows<F: FnOnce() -> R, R>(self, f: F) -> R {

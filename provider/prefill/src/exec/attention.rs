@@ -5,11 +5,11 @@ use crate::arch::Over;
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
 use crate::model::{Model, rotation, wanted};
 use crate::plan::Command;
-use crate::weights::{Norm, distinct};
+use crate::weights::{Linear, Norm, distinct};
 use crate::{Error, KvSink};
 use kvlayout::{Part, hadamard};
 use npu_kernels::host::acts::Activations;
-use npu_kernels::host::attention::{HeadCache, Heads, attention};
+use npu_kernels::host::attention::{HeadCache, Heads, Products, attention};
 use npu_kernels::host::recurrent::gates::sigmoid_mul;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
@@ -19,6 +19,17 @@ use std::time::Instant;
 fn widths<K>(host: &Host<'_, K>, a: &AttentionSpec) -> (usize, usize) {
     let (k, v) = rotation(host.model.spec(), a.windowed, host.round_k, host.round_v, host.attn_rot);
     (k as usize, v as usize)
+}
+
+/// What a layer's attention multiplies. Integers of 16 bits, where the processor is faster with them, and where its queries, keys and values were
+/// products of 8-bit codes anyway; with weights that are exact, attention is as well.
+fn products<K: Kernel>(w: &AttentionWeights<'_>) -> Products {
+    let coded = |linear: &Linear<'_>| linear.weight.ty().code_form().is_some();
+    if K::WORDS && coded(&w.q) && coded(&w.k) && w.v.as_ref().is_none_or(coded) {
+        Products::Words
+    } else {
+        Products::Floats
+    }
 }
 
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
@@ -198,8 +209,8 @@ impl Room {
                 hadamard(q, rot_k);
                 hadamard(k, rot_k);
                 hadamard(v, rot_v);
+                bad.check(q, c.rows.start + i);
             });
-            bad.check(q, c.rows.start + i);
             round_q.round(q);
         });
         drop(rows);
@@ -223,26 +234,29 @@ impl Room {
             });
             drop(rows);
             if c.rows.start == 0 {
-                self.clear_caches(a);
+                self.clear_caches(a, products::<K>(w));
             }
             let (k, v) = (&self.k[..m * nk], &self.v[..m * nv]);
             host.pool.for_each_mut(&mut self.caches[..a.n_head_kv], |h, cache| {
-                for i in 0..m {
-                    cache.push(&k[i * nk + h * hk..][..hk], &v[i * nv + h * hv..][..hv]);
-                }
+                kernel.rows(|| {
+                    for i in 0..m {
+                        cache.push(&k[i * nk + h * hk..][..hk], &v[i * nv + h * hv..][..hv]);
+                    }
+                });
             });
         }
         Ok(took)
     }
 
     /// Caches for a layer's heads, without positions; made anew only where heads have another shape than before.
-    fn clear_caches(&mut self, a: &AttentionSpec) {
-        if self.caches.first().is_some_and(|c| (c.head_k(), c.head_v()) != (a.head_k, a.head_v)) {
+    fn clear_caches(&mut self, a: &AttentionSpec, products: Products) {
+        let is_other = |c: &HeadCache| (c.products(), c.head_k(), c.head_v()) != (products, a.head_k, a.head_v);
+        if self.caches.first().is_some_and(is_other) {
             self.caches.clear();
         }
         self.caches.iter_mut().for_each(HeadCache::clear);
         while self.caches.len() < a.n_head_kv {
-            self.caches.push(HeadCache::new(a.head_k, a.head_v, self.n_tokens));
+            self.caches.push(HeadCache::new(products, a.head_k, a.head_v, self.n_tokens));
         }
     }
 
@@ -306,7 +320,7 @@ impl Room {
             if a.gated {
                 kernel.rows(|| sigmoid_mul(row, &gates[i * k..][..k]));
             }
-            bad.check(row, c.rows.start + i);
+            kernel.rows(|| bad.check(row, c.rows.start + i));
         });
         bad.result(c.layer, "the output of attention")?;
         host.project(&self.acts, vec![(&w.o, &mut stage.out[..m * n])]);

@@ -82,7 +82,7 @@ impl Room {
                     kernel.rows(|| rowops::xielu(up, &numbers, row));
                 }
             }
-            bad.check(row, c.rows.start + i);
+            kernel.rows(|| bad.check(row, c.rows.start + i));
         });
         bad.result(c.layer, "the feed-forward network")
     }

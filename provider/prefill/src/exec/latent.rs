@@ -8,7 +8,7 @@ use crate::{Error, KvSink};
 use kvlayout::Part as KvPart;
 use npu_kernels::WeightView;
 use npu_kernels::host::acts::Activations;
-use npu_kernels::host::attention::{HeadCache, Heads, attention};
+use npu_kernels::host::attention::{HeadCache, Heads, Products, attention};
 use npu_kernels::host::gemm::{GroupedJob, Part, gemm_grouped};
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Columns, Kernel, TILE_ROWS};
@@ -189,7 +189,7 @@ impl Room {
             if c.rows.start == 0 {
                 match self.cache.first_mut().filter(|c| (c.head_k(), c.head_v()) == (row, a.rank)) {
                     Some(cache) => cache.clear(),
-                    None => self.cache = vec![HeadCache::new(row, a.rank, self.n_tokens)],
+                    None => self.cache = vec![HeadCache::new(Products::Floats, row, a.rank, self.n_tokens)],
                 }
             }
             let kv = &self.kv;

@@ -382,7 +382,7 @@ impl<'a, K: Kernel> Run<'a, K> {
             if let Some((by, factors)) = factors {
                 row.iter_mut().zip(factors).for_each(|(v, f)| *v = *v * by * f);
             }
-            bad.check(row, c.rows.start + i);
+            kernel.rows(|| bad.check(row, c.rows.start + i));
         });
         bad.result(c.layer, what)
     }
@@ -467,6 +467,7 @@ impl Default for Bad {
 }
 
 impl Bad {
+    #[inline(always)]
     fn check(&self, row: &[f32], position: usize) {
         // 0 * x is NaN for NaN and infinity, and 0 for everything else.
         let mut lanes = [0f32; 16];
