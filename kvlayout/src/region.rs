@@ -112,7 +112,7 @@ pub enum RegionError {
 /// A write that was allowed may still be under way when permission ends, for as long as it takes to copy 64 KiB; unless the
 /// process is stopped in the middle of it. So whoever takes memory back waits for the writer's end, or kills it.
 pub struct Guard<'a> {
-    may_write: Box<dyn FnMut() -> bool + 'a>,
+    may_write: Box<dyn FnMut() -> bool + Send + 'a>,
     until: Option<Instant>,
     stopped: bool,
     touched: Touched,
@@ -120,7 +120,7 @@ pub struct Guard<'a> {
 
 impl<'a> Guard<'a> {
     /// Writing is allowed as long as `may_write` says so. Once it has said no, it is not asked again.
-    pub fn new(may_write: impl FnMut() -> bool + 'a) -> Guard<'a> {
+    pub fn new(may_write: impl FnMut() -> bool + Send + 'a) -> Guard<'a> {
         Guard { may_write: Box::new(may_write), until: None, stopped: false, touched: Touched::default() }
     }
 

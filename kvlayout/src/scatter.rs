@@ -5,8 +5,8 @@ use crate::{ByteSpace, CacheType, KvMap, Order, Part, convert};
 use std::io;
 use std::ops::Range;
 
-/// What takes the keys and values of a prefill.
-pub trait KvSink {
+/// What takes the keys and values of a prefill, on whatever thread that runs.
+pub trait KvSink: Send {
     /// Takes rows `positions` of a tensor: `positions.len()` × width values, row after row; K after RoPE, and where the section is
     /// rotated, the rotated rows. Recurrent state, R and S, has one row, at the last position.
     ///
@@ -171,7 +171,7 @@ impl<S: ByteSpace> Scatter<S> {
     }
 }
 
-impl<S: ByteSpace> KvSink for Scatter<S> {
+impl<S: ByteSpace + Send> KvSink for Scatter<S> {
     fn put_rows(&mut self, layer: u32, part: Part, positions: Range<u32>, rows: &[f32]) -> Result<(), SinkError> {
         let i = self.map.index_of(layer, part).ok_or(SinkError::UnknownTensor { layer, part })?;
         let w = self.map.window(layer, part).ok_or(SinkError::UnknownTensor { layer, part })?;

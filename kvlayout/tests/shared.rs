@@ -7,11 +7,11 @@ use kvlayout::*;
 use memory::{Kind, View};
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, OFlags, SealFlags, memfd_create};
-use std::cell::Cell;
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// The decoder's side of one region: memory full of a pattern. Dma-bufs are whole pages.
@@ -203,11 +203,11 @@ proptest! {
         let layout = spread(&spec, 256, 2);
         let map = KvMap::shared(&spec, &layout, 250).unwrap();
         let files = memories(kind, &layout);
-        let left = Cell::new(allowed);
+        let mut left = allowed;
         // Who answers no, then yes again, is not believed.
-        let may_write = || {
-            let yes = left.get() > 0;
-            left.set(if yes { left.get() - 1 } else { 1000 });
+        let may_write = move || {
+            let yes = left > 0;
+            left = if yes { left - 1 } else { 1000 };
             yes
         };
         let guard = Guard::new(may_write);
@@ -263,13 +263,13 @@ fn a_stop_before_the_end_is_a_stop() {
     let map = KvMap::shared(&spec, &layout, 10).unwrap();
     for kind in memory::available() {
         let file = memory(kind, layout.size());
-        let stop = Cell::new(false);
-        let guard = Guard::new(|| !stop.get());
+        let stop = AtomicBool::new(false);
+        let guard = Guard::new(|| !stop.load(Ordering::Relaxed));
         let touched = guard.touched();
         let regions = Regions::map(take(&[&file]), &layout, &map, guard).unwrap();
         let mut sink = Box::new(Scatter::new(map.clone(), regions).unwrap());
         put(sink.as_mut(), &map, 10).unwrap();
-        stop.set(true);
+        stop.store(true, Ordering::Relaxed);
         assert!(sink.commit().unwrap_err().is_stopped());
         assert!(touched.get());
     }
@@ -282,10 +282,10 @@ fn a_stop_within_one_call_ends_it_soon() {
     let map = KvMap::shared(&spec, &layout, 4000).unwrap();
     for kind in memory::available() {
         let file = memory(kind, layout.size());
-        let left = Cell::new(6u32);
-        let guard = Guard::new(|| {
-            left.set(left.get().saturating_sub(1));
-            left.get() > 0
+        let mut left = 6u32;
+        let guard = Guard::new(move || {
+            left = left.saturating_sub(1);
+            left > 0
         });
         let regions = Regions::map(take(&[&file]), &layout, &map, guard).unwrap();
         let mut sink = Scatter::new(map.clone(), regions).unwrap();

@@ -59,7 +59,7 @@ impl Default for Options {
 }
 
 /// The caller's side of a run.
-pub trait Hooks {
+pub trait Hooks: Send {
     /// Asked between any two commands; `true` ends the run with [`Error::Stopped`].
     fn stop(&self) -> bool;
     /// Told after every chunk of every layer.
@@ -124,20 +124,23 @@ pub fn run_on(
     let pool = Pool::new(options.threads)?;
     let plan = Plan::new(model.spec(), tokens.len(), options.chunk);
     let started = Instant::now();
-    let mut timings = with_kernel!(options.isa, kernel => {
-        let host = Host {
-            kernel,
-            pool: &pool,
-            model,
-            round_k: options.type_k,
-            round_v: options.type_v,
-            round_q: round_q(options),
-            n_ctx: options.n_ctx,
-            attn_rot: options.attn_rot,
-            offload,
-        };
-        Run::new(host, tokens, &plan).all(&plan, sink, hooks)?
-    });
+    // All of it on a thread of the pool, which then takes part in every step, instead of waking another and waiting for it.
+    let mut timings = pool.run(|| {
+        with_kernel!(options.isa, kernel => {
+            let host = Host {
+                kernel,
+                pool: &pool,
+                model,
+                round_k: options.type_k,
+                round_v: options.type_v,
+                round_q: round_q(options),
+                n_ctx: options.n_ctx,
+                attn_rot: options.attn_rot,
+                offload,
+            };
+            Run::new(host, tokens, &plan).all(&plan, sink, hooks)
+        })
+    })?;
     timings.prefill_ms = ms(started.elapsed());
     timings.other_ms = timings.prefill_ms - timings.gemm_ms - timings.attention_ms - timings.write_ms;
     Ok(timings)
