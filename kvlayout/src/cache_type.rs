@@ -1,7 +1,7 @@
 //! The element types a decoder's K and V caches can have: bytes per row, encoding and decoding. No other ggml type can stand
 //! in a cache.
 
-use crate::quantise;
+use crate::{convert, quantise};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use std::fmt;
@@ -141,43 +141,13 @@ impl CacheType {
         if self.is_quantised() {
             return self.encode_blocks(values, out);
         }
+        if let Some(at) = convert::not_finite(self, values) {
+            return Err(at);
+        }
         let start = out.len();
-        out.reserve(values.len() * self.block_bytes() as usize);
-        // The test is made on the converted bits: one look finds NaN, infinity and what the rounding made infinite.
-        let mut finite = true;
-        for values in values.chunks(STRIP) {
-            match self {
-                CacheType::F32 => {
-                    let mut bits = [0u32; STRIP];
-                    for (b, v) in bits.iter_mut().zip(values) {
-                        finite &= v.is_finite();
-                        *b = v.to_bits().to_le();
-                    }
-                    out.extend_from_slice(bytemuck::cast_slice(&bits[..values.len()]));
-                }
-                CacheType::F16 => {
-                    let mut strip = [f16::ZERO; STRIP];
-                    strip[..values.len()].convert_from_f32_slice(values);
-                    finite &= put_16(strip.map(f16::to_bits), values.len(), 0x7c00, out);
-                }
-                CacheType::Bf16 => {
-                    let mut strip = [bf16::ZERO; STRIP];
-                    strip[..values.len()].convert_from_f32_slice(values);
-                    finite &= put_16(strip.map(bf16::to_bits), values.len(), 0x7f80, out);
-                }
-                _ => unreachable!("a quantised type, encoded above"),
-            }
-        }
-        if finite {
-            return Ok(());
-        }
-        out.truncate(start);
-        let bad = values.iter().position(|&v| match self {
-            CacheType::F16 => !f16::from_f32(v).is_finite(),
-            CacheType::Bf16 => !bf16::from_f32(v).is_finite(),
-            _ => !v.is_finite(),
-        });
-        Err(bad.unwrap_or(0))
+        out.resize(start + values.len() * self.block_bytes() as usize, 0);
+        convert::into_bytes(self, values, &mut out[start..]);
+        Ok(())
     }
 
     fn encode_blocks(self, values: &[f32], out: &mut Vec<u8>) -> Result<(), usize> {
@@ -262,17 +232,6 @@ impl CacheType {
             CacheType::Iq4Nl => nibbles(blocks, out, |b, q, _| quantise::IQ4_NL[q as usize] as f32 * half(b, 0), 2),
         }
     }
-}
-
-/// Appends the first `n` of 16-bit numbers; whether all are finite, given the bits of the exponent.
-fn put_16(mut bits: [u16; STRIP], n: usize, exponent: u16, out: &mut Vec<u8>) -> bool {
-    let mut finite = true;
-    for b in &mut bits {
-        finite &= *b & exponent != exponent;
-        *b = b.to_le();
-    }
-    out.extend_from_slice(bytemuck::cast_slice(&bits[..n]));
-    finite
 }
 
 /// The five-bit types keep the fifth bits of all 32 elements in one word.

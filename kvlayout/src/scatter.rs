@@ -212,6 +212,8 @@ impl<S: ByteSpace + Send> KvSink for Scatter<S> {
             }
             let mut at = w.offset + first * w.row_bytes;
             for rows in rows.chunks(convert::PIECE / w.elem.block_bytes() as usize) {
+                // All of them are overwritten: no need to clear them first.
+                self.scratch.resize(rows.len() * w.elem.block_bytes() as usize, 0);
                 convert::into_bytes(w.elem, rows, &mut self.scratch);
                 self.touched = true;
                 self.space.put_in(w.region, at, &self.scratch)?;
