@@ -46,9 +46,8 @@ pub(super) struct Room {
     /// Keys and values of the layer at hand, per key-value head.
     caches: Vec<HeadCache>,
     n_tokens: usize,
-    /// cos and sin per position of the chunk, for the rotation at hand.
-    table: Vec<f32>,
-    table_of: Option<(usize, usize)>,
+    /// cos and sin of every position, for each of the model's rotations that was asked for: layers take turns, and come chunk by chunk.
+    tables: Vec<Vec<f32>>,
 }
 
 impl Room {
@@ -67,8 +66,7 @@ impl Room {
             acts: Activations::new(m, out, &distinct(weights.map(|w| w.o.weight.ty()))),
             caches: Vec::new(),
             n_tokens,
-            table: Vec::new(),
-            table_of: None,
+            tables: vec![Vec::new(); model.spec().ropes.len()],
         }
     }
 
@@ -138,9 +136,12 @@ impl Room {
         let m = c.rows.len();
         let (hk, hv, eps) = (a.head_k, a.head_v, spec.eps);
         let last = c.layer == spec.last_layer();
-        let rope = a.rope.map(|rope| {
-            self.rope_table(host, c, rope);
-            &spec.ropes[rope]
+        if let Some(rope) = a.rope {
+            self.rope_table(host, rope);
+        }
+        let rope = a.rope.map(|at| {
+            let rope = &spec.ropes[at];
+            (rope, self.tables[at].get(c.rows.start * rope.n_rot..).unwrap_or_default())
         });
         let (nq, nk, nv) = (if last { 0 } else { a.n_head * hk }, a.n_embd_k(), a.n_embd_v());
         if let Some(limit) = a.clamp {
@@ -149,7 +150,7 @@ impl Room {
             }
         }
         // Norm, rotary embedding and the cache's rotation, in place.
-        let (kernel, table, round_q, (rot_k, rot_v)) = (host.kernel, &self.table, host.round_q, widths(host, a));
+        let (kernel, round_q, (rot_k, rot_v)) = (host.kernel, host.round_q, widths(host, a));
         let rule = spec.arch.qk_norm_rule;
         let normed = |row: &mut [f32], norm: &Norm, buffer: &mut Vec<f32>| {
             let step = if rule.over == Over::Row { row.len().max(1) } else { hk };
@@ -165,7 +166,7 @@ impl Room {
                 if let (Some(norm), false) = (norm, rule.after_rope) {
                     normed(row, norm, buffer);
                 }
-                if let Some(rope) = rope {
+                if let Some((rope, table)) = rope {
                     let (cos, sin) = table[i * rope.n_rot..][..rope.n_rot].split_at(rope.n_rot / 2);
                     row.chunks_exact_mut(hk).for_each(|head| rowops::rope(head, rope.pairing, cos, sin));
                 }
@@ -260,19 +261,19 @@ impl Room {
         }
     }
 
-    /// cos and sin of the chunk's positions, unless they are at hand already.
-    fn rope_table<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, rope: usize) {
-        if self.table_of == Some((rope, c.rows.start)) {
+    /// cos and sin of all positions, unless they are at hand already.
+    fn rope_table<K: Kernel>(&mut self, host: &Host<'_, K>, rope: usize) {
+        let table = &mut self.tables[rope];
+        let rope = &host.model.spec().ropes[rope];
+        if !table.is_empty() || rope.n_rot == 0 {
             return;
         }
-        self.table_of = Some((rope, c.rows.start));
-        let rope = &host.model.spec().ropes[rope];
-        self.table.resize(c.rows.len() * rope.n_rot, 0.0);
+        table.resize(self.n_tokens * rope.n_rot, 0.0);
         let factors = rope.factors.of(host.n_ctx).expect("asked for before the run began");
-        let mut rows: Vec<&mut [f32]> = self.table.chunks_exact_mut(rope.n_rot).collect();
+        let mut rows: Vec<&mut [f32]> = table.chunks_exact_mut(rope.n_rot).collect();
         host.pool.for_each_mut(&mut rows, |i, row| {
             let (cos, sin) = row.split_at_mut(rope.n_rot / 2);
-            rope.table((c.rows.start + i) as u32, factors, cos, sin);
+            rope.table(i as u32, factors, cos, sin);
         });
     }
 

@@ -317,7 +317,7 @@ pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &AttentionSpec> {
     spec.layers.iter().filter_map(|l| l.mixer.attention())
 }
 
-/// Bytes that attention takes: one layer's keys and values of all positions, and a chunk's queries, keys, values and
+/// Bytes that attention takes: one layer's keys and values of all positions, their rotations, and a chunk's queries, keys, values and
 /// outputs, which stand once as f32 and once, at most, as rounded tiles (about 1.5 bytes a value for each kind).
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
     let widest = |f: &dyn Fn(&AttentionSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
@@ -326,5 +326,6 @@ pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
         widest(&|a| a.n_embd_k() + a.n_embd_v()),
     );
     let cache = widest(&|a| a.n_head_kv * HeadCache::bytes(a.head_k, a.head_v, n_tokens));
-    cache + chunk * 4 * (q + kv + q + q)
+    let tables: usize = spec.ropes.iter().map(|rope| n_tokens * 4 * rope.n_rot).sum();
+    cache + tables + chunk * 4 * (q + kv + q + q)
 }
