@@ -5,6 +5,7 @@ use crate::arch::Over;
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
 use crate::model::{Model, rotation, wanted};
 use crate::plan::Command;
+use crate::spec::Spec;
 use crate::weights::{Linear, Norm, distinct};
 use crate::{Error, KvSink};
 use kvlayout::{Part, hadamard};
@@ -21,11 +22,13 @@ fn widths<K>(host: &Host<'_, K>, a: &AttentionSpec) -> (usize, usize) {
     (k as usize, v as usize)
 }
 
-/// What a layer's attention multiplies. Integers of 16 bits, where the processor is faster with them, and where its queries, keys and values were
-/// products of 8-bit codes anyway; with weights that are exact, attention is as well.
-fn products<K: Kernel>(w: &AttentionWeights<'_>) -> Products {
+/// What a layer's attention multiplies. Integers of 16 bits, where the processor is faster with them and where queries, keys and values
+/// were products of 8-bit codes anyway; with weights that are exact, attention is as well. So it is in models with experts: a
+/// router near a tie makes a large difference of a small one, and then we would be farther from the server than it is from itself.
+fn products<K: Kernel>(spec: &Spec, w: &AttentionWeights<'_>) -> Products {
     let coded = |linear: &Linear<'_>| linear.weight.ty().code_form().is_some();
-    if K::WORDS && coded(&w.q) && coded(&w.k) && w.v.as_ref().is_none_or(coded) {
+    let routed = spec.layers.iter().any(|l| l.ffn.experts().is_some());
+    if K::WORDS && !routed && coded(&w.q) && coded(&w.k) && w.v.as_ref().is_none_or(coded) {
         Products::Words
     } else {
         Products::Floats
@@ -235,7 +238,7 @@ impl Room {
             });
             drop(rows);
             if c.rows.start == 0 {
-                self.clear_caches(a, products::<K>(w));
+                self.clear_caches(a, products::<K>(spec, w));
             }
             let (k, v) = (&self.k[..m * nk], &self.v[..m * nv]);
             host.pool.for_each_mut(&mut self.caches[..a.n_head_kv], |h, cache| {
