@@ -52,11 +52,17 @@ fn ready() -> bool {
     }
 }
 
-/// Runs one function of [`inside`] where there seems to be an NPU.
-fn start(function: &str, variables: &[(&str, &str)], options: &[&str]) -> Output {
+/// Starts what is added to it where there seems to be an NPU.
+fn double(options: &[&str]) -> Command {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../npusim/run.sh");
     let mut command = Command::new("bash");
     command.arg(script).arg("--sim").arg(built().join("libnpusim.so")).arg("--xrt").arg(xrt()).args(options);
+    command
+}
+
+/// Runs one function of [`inside`] where there seems to be an NPU.
+fn start(function: &str, variables: &[(&str, &str)], options: &[&str]) -> Output {
+    let mut command = double(options);
     command.arg(std::env::current_exe().unwrap());
     command.args(["--exact", &format!("inside::{function}"), "--ignored", "--nocapture", "--test-threads", "1"]);
     command.envs(variables.iter().copied()).output().unwrap()
@@ -101,6 +107,31 @@ fn every_cache_is_flushed_and_invalidated() {
 #[test]
 fn several_kernels_and_contexts_at_once() {
     inside("several", &[], &[]);
+}
+
+/// XRT's list of runs as its own C++ program, since the shim has no call for it.
+#[test]
+fn a_chain_of_xrts_is_one_submission() {
+    if !ready() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (source, program) =
+        (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/runlist.cpp"), dir.path().join("runlist"));
+    let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
+    compiler.args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem"]).arg(xrt().join("usr/include"));
+    compiler.arg("-o").arg(&program).arg(source).arg("-L").arg(xrt().join("usr/lib/x86_64-linux-gnu"));
+    // XRT's C library may be newer than the one that this is built with.
+    let built = compiler.args(["-lxrt_coreutil", "-Wl,--allow-shlib-undefined"]).output().unwrap();
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    for shadow in ["", "1"] {
+        let mut command = double(&[]);
+        command.arg(&program).arg(kernels().join("copy.elf")).envs([("NPUSIM_LOG", "1"), ("NPUSIM_SHADOW", shadow)]);
+        let output = command.output().unwrap();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && err.contains("runlist: right"), "{err}");
+        assert!(err.contains("submission 1: Completed, a chain of 3") && !err.contains("submission 2"), "{err}");
+    }
 }
 
 #[test]
