@@ -7,6 +7,7 @@ mod common;
 
 use common::{Ran, Scene};
 use kvlayout::{Part, State};
+use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 
@@ -60,6 +61,51 @@ fn a_prefill_through_xrt_is_the_oracles_to_the_last_bit() {
             through_xrt == std::fs::read(&scene.out).unwrap(),
             "{variables:?}: integers are the same wherever they are added up"
         );
+    }
+}
+
+fn sha256(path: &Path) -> String {
+    let output = Command::new("sha256sum").arg(path).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().split(' ').next().unwrap().to_owned()
+}
+
+/// The same products by the other flow: one xclbin whose kernel takes control code as its argument.
+#[test]
+fn a_prefill_with_an_xclbin_is_the_oracles_to_the_last_bit() {
+    let scene = Scene::new(N);
+    if common::over_the_double(&scene.command(), &[], &[]).is_none() {
+        return;
+    }
+    let (built, dir) = (common::sim_kernels(), scene.path("xclbin"));
+    std::fs::create_dir(&dir).unwrap();
+    let mut manifest = String::new();
+    for (role, k, n) in [("QKV", 128, 256), ("O", 128, 128), ("GU", 128, 512), ("D", 256, 128)] {
+        let files = ["gemm_i8.xclbin".to_owned(), format!("gemm_i8_K{k}_N{n}.bin")];
+        for file in &files {
+            std::fs::copy(built.join(file), dir.join(file)).unwrap();
+        }
+        let [xclbin, insts] = files;
+        manifest += &format!(
+            "[[kernel]]\nname = \"{role}\"\nop = \"gemm\"\nkind = \"xclbin+insts\"\nfile = \"{xclbin}\"\nsha256 = \"{}\"\n\
+             insts = \"{insts}\"\ninsts-sha256 = \"{}\"\nkernel = \"GEMM\"\nargs = [\"a\", \"b\", \"c\"]\nm = 128\nk = {k}\nn = {n}\n\
+             a = {{ type = \"i8\", layout = \"row-major\" }}\nb = {{ type = \"i8\", layout = \"row-major\" }}\n\
+             c = {{ type = \"i32\", layout = \"row-major\" }}\nrounding = \"exact\"\n\n",
+            sha256(&dir.join(&xclbin)),
+            sha256(&dir.join(&insts))
+        );
+    }
+    std::fs::write(dir.join("kernels.toml"), manifest).unwrap();
+    for variables in [&[][..], &[("NPUSIM_SHADOW", "1")]] {
+        let mut c = scene.command();
+        c.args(["--device", "sim", "--elfs"]).arg(&dir);
+        let receipt = over_the_double(&c, variables, &[]).unwrap().receipt();
+        let offload = &receipt["offload"];
+        assert_eq!((offload["on_device"].as_u64(), offload["made_up"].as_u64()), (Some(9), Some(0)), "{offload}");
+        assert_eq!(offload["failures"].as_array().unwrap().len(), 0, "{offload}");
+        let through_xrt = std::fs::read(&scene.out).unwrap();
+        // By names only, from kernels of full ELFs: nothing of these files has a part in it.
+        scene.run(&["--device", "oracle", "--elfs", built.to_str().unwrap()]).receipt();
+        assert!(through_xrt == std::fs::read(&scene.out).unwrap(), "{variables:?}");
     }
 }
 
