@@ -67,7 +67,7 @@ fn main() -> ExitCode {
         }
         Err(_) => Kind::Internal.code(),
     };
-    npu::leave(code);
+    xdna::leave(code);
     code.into()
 }
 

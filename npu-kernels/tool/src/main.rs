@@ -148,6 +148,6 @@ fn main() -> ExitCode {
             open::status(&e)
         }
     };
-    open::leave(code);
+    xdna::leave(code);
     ExitCode::from(code)
 }

@@ -4,8 +4,6 @@ use crate::{On, Where};
 use anyhow::{Context as _, Result, bail};
 use npu_kernels::cpu_device::CpuDevice;
 use npu_kernels::{Catalogue, Device, DeviceError, KernelId, Pool, manifest};
-use std::sync::OnceLock;
-use xdna::{CatalogueDevice, DeviceLock, Driver};
 
 /// There is no device, or no kernel.
 #[derive(Debug)]
@@ -51,40 +49,7 @@ pub fn device(on: &On, catalogue: Catalogue) -> Result<Box<dyn Device + Send>> {
             let pool = Pool::new(on.threads.into()).context("starting the cpu device")?;
             Ok(Box::new(CpuDevice::new(catalogue, pool)))
         }
-        Where::Sim | Where::Npu => {
-            let kind = if on.device == Where::Sim { "sim" } else { "npu" };
-            Ok(Box::new(CatalogueDevice::new(npu(on)?, kind, catalogue)))
-        }
-    }
-}
-
-/// XRT, once it was loaded: the process then ends by [`leave`].
-static LOADED: OnceLock<Driver> = OnceLock::new();
-
-/// The NPU, or its double.
-fn npu(on: &On) -> Result<xdna::Device> {
-    // The double's library: whoever loads it gets a driver that is none.
-    let double = std::fs::read_to_string("/proc/self/maps").is_ok_and(|maps| maps.contains("libnpusim"));
-    match (on.device == Where::Sim, double) {
-        (true, false) => {
-            let text = "the double is not loaded: start the program with LD_PRELOAD=libnpusim.so";
-            return Err(Unavailable(text.to_owned()).into());
-        }
-        (false, true) => {
-            return Err(Unavailable("the double of an NPU is loaded: --device sim is its name".to_owned()).into());
-        }
-        _ => {}
-    }
-    let driver = Driver::load(on.shim.as_deref())?;
-    let driver = LOADED.get_or_init(|| driver);
-    let lock = DeviceLock::acquire(std::time::Duration::from_secs(5))?;
-    Ok(driver.open(lock, 0)?)
-}
-
-/// Ends the process if XRT was loaded: its own way out may hang.
-pub fn leave(code: u8) {
-    if let Some(driver) = LOADED.get() {
-        driver.leave(code.into());
+        Where::Sim | Where::Npu => Ok(Box::new(xdna::open(on.shim.as_deref(), on.device == Where::Sim, catalogue)?)),
     }
 }
 

@@ -118,6 +118,12 @@ pub enum Error {
         /// The limit that most often is the reason for 0.
         memlock: Memlock,
     },
+    /// The double of the driver is asked for, and the driver is what there is.
+    #[error("the double is not loaded: start the program with LD_PRELOAD=libnpusim.so")]
+    NoDouble,
+    /// A device is asked for, and the double of the driver is what there is.
+    #[error("the double of an NPU is loaded, and it is taken only when it is asked for by name (--device sim)")]
+    Double,
     /// Too little memory may be locked.
     #[error("{what}: too little memory may be locked ({memlock}); {}", Memlock::ADVICE)]
     Memlock {
@@ -226,6 +232,8 @@ impl Error {
             | Error::WrongAbi { .. }
             | Error::NoNode(_)
             | Error::NoDevice { .. }
+            | Error::NoDouble
+            | Error::Double
             | Error::Memlock { .. }
             | Error::Firmware { .. }
             | Error::Iommu { .. } => Kind::Unavailable,

@@ -11,7 +11,7 @@
 //! - New buffers are zero, also when their memory was used before.
 //!
 //! The order of things: [`DeviceLock`], [`Driver::load`], [`Driver::open`], [`Device::context_elf`], [`Context::kernel`],
-//! [`Kernel::start`], [`Run::wait`]. [`CatalogueDevice`] is all of it behind the trait of `npu_kernels`.
+//! [`Kernel::start`], [`Run::wait`]. [`CatalogueDevice`] is all of it behind the trait of `npu_kernels`, and [`open`] the whole way there.
 
 mod accel;
 mod buffer;
@@ -23,6 +23,7 @@ mod ffi;
 mod foreign;
 mod limits;
 mod lock;
+mod open;
 mod run;
 mod shim;
 
@@ -35,4 +36,5 @@ pub use error::{Error, Kind, State};
 pub use foreign::Foreign;
 pub use limits::{Memlock, memlock, raise_memlock};
 pub use lock::{DEVICE_LOCK, DeviceLock};
+pub use open::{driver, leave, open};
 pub use run::{Arg, Run, WATCHDOG};
