@@ -9,12 +9,14 @@ use kvlayout::CacheType;
 use serde::Deserialize;
 
 use crate::fixtures;
+use crate::oracle::Arithmetic;
 use crate::pins::Pins;
 
 const TABLES: &[(&str, &str)] = &[
     ("real.toml", include_str!("../cases/real.toml")),
     ("options.toml", include_str!("../cases/options.toml")),
     ("tiny.toml", include_str!("../cases/tiny.toml")),
+    ("int8.toml", include_str!("../cases/int8.toml")),
 ];
 
 #[derive(Deserialize)]
@@ -54,6 +56,15 @@ struct Entry {
     chunk: Option<u32>,
     #[serde(default = "greedy")]
     greedy: u32,
+    /// What kernels compute matrix products by; the provider's own way if absent.
+    contract: Option<Contract>,
+}
+
+/// What a device's kernels keep to.
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Contract {
+    Int8,
 }
 
 fn default_ctx() -> u32 {
@@ -101,6 +112,8 @@ pub struct Case {
     pub chunk: Option<u32>,
     /// Tokens to generate.
     pub greedy: u32,
+    /// How matrix products are to be computed.
+    pub arithmetic: Arithmetic,
 }
 
 impl Case {
@@ -178,6 +191,7 @@ fn expand(text: &str, pins: &Pins, out: &mut Vec<Case>) -> Result<()> {
                     n_parallel: e.n_parallel,
                     chunk: e.chunk,
                     greedy: e.greedy,
+                    arithmetic: e.contract.map_or(Arithmetic::Exact, |Contract::Int8| Arithmetic::Int8),
                 });
             }
         }

@@ -8,6 +8,7 @@ use gguf::Gguf;
 
 use crate::behaviour;
 use crate::client::{Ask, Completion};
+use crate::oracle::Arithmetic;
 use crate::pins::{Cache, Pins};
 use crate::probe::Probe;
 use crate::producer::{Job, Produced, Producer as _, Provider};
@@ -139,6 +140,8 @@ fn hand_over(server: &mut Server, build: &Build, model: &Path, demo: &Demo) -> R
         cache,
         n_ctx,
         chunk: None,
+        arithmetic: Arithmetic::Exact,
+        kernels: None,
         server_file: &probe_path,
     };
     let mut provider = Provider::new(&demo.provider, demo.threads);

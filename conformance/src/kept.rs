@@ -14,6 +14,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::cases::Case;
 use crate::fixtures;
+use crate::oracle::Arithmetic;
 use crate::pins;
 use crate::prompts;
 use crate::reference::{LONG, Reference, SMALL_BATCH};
@@ -45,8 +46,8 @@ impl Kept {
             None => context.pins.model(&case.model)?.sha256.clone(),
         };
         let server = server.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        // Neither its name nor the provider's chunk is a matter of the server's.
-        let asked = Case { name: String::new(), chunk: None, ..case.clone() };
+        // Neither its name nor the provider's chunk and arithmetic are matters of the server's.
+        let asked = Case { name: String::new(), chunk: None, arithmetic: Arithmetic::Exact, ..case.clone() };
         let texts: Vec<_> = prompts::all()?.into_iter().filter(|p| case.prompts.contains(&p.name)).collect();
         let harness = (tol::TOP, tol::NUDGE.to_bits(), SMALL_BATCH, LONG);
         let text = format!("{FORMAT} {} {server} {model} {asked:?} {texts:?} {harness:?}", processor());

@@ -9,6 +9,7 @@ pub mod behaviour;
 pub mod cases;
 pub mod check;
 pub mod client;
+pub mod contract;
 pub mod decoder;
 pub mod demo;
 pub mod dmabuf;

@@ -6,8 +6,9 @@ use std::time::Instant;
 
 use anyhow::{Context as _, Result};
 use clap::{Args, Parser, Subcommand};
+use conformance::contract::Kernels;
 use conformance::decoder::Kind;
-use conformance::oracle::Mistake;
+use conformance::oracle::{Arithmetic, Mistake};
 use conformance::pins::{Cache, Pins};
 use conformance::producer::Choice;
 use conformance::routes::{self, Routes};
@@ -101,6 +102,9 @@ struct Selection {
 struct RunArgs {
     #[command(flatten)]
     selection: Selection,
+    /// Only these prompts of the cases
+    #[arg(long, value_name = "NAME")]
+    prompt: Vec<String>,
     /// Who makes the state files: provider, server, oracle, or fixture:DIR
     #[arg(long, value_name = "NAME", default_value = "provider")]
     producer: String,
@@ -110,6 +114,12 @@ struct RunArgs {
     /// What memory is shared: memfd or udmabuf
     #[arg(long, value_name = "NAME", default_value = "memfd")]
     memory: Kind,
+    /// The provider's device in cases with `contract`: oracle, sim or npu [default: oracle, with kernels that are nothing but names]
+    #[arg(long, value_name = "NAME", requires = "elfs")]
+    device: Option<String>,
+    /// The directory of its kernels
+    #[arg(long, value_name = "DIR", requires = "device")]
+    elfs: Option<PathBuf>,
     /// Make the oracle wrong in one way
     #[arg(long, value_name = "NAME")]
     mistake: Option<Mistake>,
@@ -239,7 +249,8 @@ fn work(cli: Cli) -> Result<bool> {
                 let fa = if c.flash_attn { "" } else { " fa off" };
                 let swa = if c.swa_full { " swa-full" } else { "" };
                 let np = if c.n_parallel > 1 { format!(" np {}", c.n_parallel) } else { String::new() };
-                show!("{}  {} prompts, K {} V {}{fa}{swa}{np}", c.id(), c.prompts.len(), c.type_k, c.type_v);
+                let by = if c.arithmetic == Arithmetic::Int8 { " int8" } else { "" };
+                show!("{}  {} prompts, K {} V {}{fa}{swa}{np}{by}", c.id(), c.prompts.len(), c.type_k, c.type_v);
             }
             Ok(true)
         }
@@ -301,7 +312,12 @@ fn run_cases(args: RunArgs) -> Result<bool> {
         "say which cases: --all, --case GLOB, --pin NAME or --model NAME (`conformance list` shows them)"
     );
     let pins = Pins::load()?;
-    let list = select(&pins, s)?;
+    let mut list = select(&pins, s)?;
+    if !args.prompt.is_empty() {
+        list.iter_mut().for_each(|c| c.prompts.retain(|p| args.prompt.contains(p)));
+        list.retain(|c| !c.prompts.is_empty());
+        anyhow::ensure!(!list.is_empty(), "no case has a prompt called {}", args.prompt.join(" or "));
+    }
     let producer = match args.producer.as_str() {
         "provider" => {
             let program = locate::provider(args.provider.as_deref())?;
@@ -322,12 +338,18 @@ fn run_cases(args: RunArgs) -> Result<bool> {
             }
         },
     };
+    anyhow::ensure!(
+        args.device.is_none() || list.iter().any(|c| c.arithmetic == Arithmetic::Int8),
+        "--device is for cases whose products are int8, and none of these is one (`conformance list` shows them)"
+    );
+    let kernels = args.device.zip(args.elfs).map(|(device, dir)| Kernels { device, dir });
     let context = run::Context {
         pins,
         cache: Cache::open()?,
         producer,
         server: args.llama_server,
         references: args.references,
+        kernels,
         keep: args.keep,
     };
     let began = Instant::now();
@@ -370,6 +392,7 @@ fn write_matrix(args: &MatrixArgs) -> Result<bool> {
                 producer,
                 server: None,
                 references: None,
+                kernels: None,
                 keep: None,
             };
             let results = run::run_all(&context, &list, args.jobs.unwrap_or_else(cores));

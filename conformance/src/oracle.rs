@@ -4,6 +4,9 @@
 //! ggml's CPU path) and shares nothing with the program under test but the reader of model files. On purpose it emulates
 //! none of ggml's rounding, with one exception: gemma3's GELU, which ggml looks up in a table of f16 values.
 //!
+//! With [`Arithmetic::Int8`] the projections of attention and of feed-forward networks are what kernels of the int8 contract
+//! compute (`docs/devices.md`): the yardstick for a provider that uses such kernels. Written from that page alone.
+//!
 //! [`Mistake`] makes it wrong in one chosen way, to show that the harness would notice. It is not fast, and is not for large
 //! models.
 
@@ -98,6 +101,16 @@ impl std::str::FromStr for Mistake {
             format!("no such mistake; there are {}", known.join(", "))
         })
     }
+}
+
+/// How matrix products are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Arithmetic {
+    /// In double precision.
+    #[default]
+    Exact,
+    /// By the int8 contract: both operands in 8-bit integers, a scale for each row of activations and one for each output.
+    Int8,
 }
 
 /// How one layer turns its heads.
@@ -281,8 +294,12 @@ impl Oracle {
     }
 
     /// Keys and values of every layer for positions 0..tokens.len().
-    pub fn run(&self, tokens: &[i32], mistake: Option<Mistake>) -> Result<Vec<LayerRows>> {
+    pub fn run(&self, tokens: &[i32], arithmetic: Arithmetic, mistake: Option<Mistake>) -> Result<Vec<LayerRows>> {
         let is = |m: Mistake| mistake == Some(m);
+        let matmul = match arithmetic {
+            Arithmetic::Exact => matmul,
+            Arithmetic::Int8 => matmul_int8,
+        };
         let (n, e) = (tokens.len(), self.n_embd);
         let n_vocab = self.embeddings.len() / e;
         ensure!(n > 0, "no tokens");
@@ -395,6 +412,7 @@ impl Oracle {
         tokens: &[i32],
         spec: &KvSpec,
         version: kvlayout::StateVersion,
+        arithmetic: Arithmetic,
         mistake: Option<Mistake>,
     ) -> Result<Vec<u8>> {
         let map = kvlayout::KvMap::state_file(spec, tokens, version)?;
@@ -402,7 +420,7 @@ impl Oracle {
         let size = map.size();
         let space = kvlayout::MemSpace::new(&mut bytes, size).context("memory for the state")?;
         let mut sink = kvlayout::Scatter::new(map, space)?;
-        for (il, rows) in self.run(tokens, mistake)?.iter().enumerate() {
+        for (il, rows) in self.run(tokens, arithmetic, mistake)?.iter().enumerate() {
             let all = 0..tokens.len() as u32;
             sink.put_rows(il as u32, Part::K, all.clone(), &rows.k)?;
             sink.put_rows(il as u32, Part::V, all, &rows.v)?;
@@ -438,6 +456,32 @@ fn matmul(x: &[f64], weights: &[f32], n_in: usize, bias: Option<&[f32]>) -> Vec<
         }
     }
     out
+}
+
+/// The same by the int8 contract. Products of codes are added up as integers, which is exact in any order.
+fn matmul_int8(x: &[f64], weights: &[f32], n_in: usize, bias: Option<&[f32]>) -> Vec<f64> {
+    let (rows, n_out) = (x.len() / n_in, weights.len() / n_in);
+    let x: Vec<f32> = x.iter().map(|&v| v as f32).collect();
+    let x: Vec<(Vec<i16>, f64)> = x.chunks_exact(n_in).map(codes).collect();
+    let mut out = vec![0f64; rows * n_out];
+    for (o, w) in weights.chunks_exact(n_in).enumerate() {
+        let (w, w_scale) = codes(w);
+        let b = bias.map_or(0.0, |b| f64::from(b[o]));
+        for (r, (x, x_scale)) in x.iter().enumerate() {
+            // At most 127 * 127 * n_in, and no model's rows are 133,000 wide.
+            let sum: i32 = x.iter().zip(&w).map(|(&a, &b)| i32::from(a) * i32::from(b)).sum();
+            out[r * n_out + o] = f64::from(sum) * x_scale * w_scale + b;
+        }
+    }
+    out
+}
+
+/// A row in 8-bit codes, and its scale: the largest magnitude over 127; halves go away from zero. Scale and quotient are f32 as the
+/// contract has them: weights of few bits have many values right between two codes, and which of them it is hangs on the last bit.
+fn codes(row: &[f32]) -> (Vec<i16>, f64) {
+    let scale = row.iter().fold(0f32, |most, v| most.max(v.abs())) / 127.0;
+    let code = |v: &f32| if scale > 0.0 { (v / scale).round().clamp(-127.0, 127.0) as i16 } else { 0 };
+    (row.iter().map(code).collect(), f64::from(scale))
 }
 
 fn norm_rows(x: &[f64], weight: &[f32], width: usize, eps: f64) -> Vec<f64> {
@@ -481,4 +525,18 @@ fn gelu_of(x: f64) -> f64 {
     let x = half::f16::from_f64(x).to_f64();
     let tanh = ((2.0 / std::f64::consts::PI).sqrt() * x * (1.0 + 0.044715 * x * x)).tanh();
     half::f16::from_f64(0.5 * x * (1.0 + tanh)).to_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By hand. Scales are 1 and 2; the codes of the weights are 127, 1, -2, halves away from zero.
+    #[test]
+    fn the_int8_contract() {
+        let (x, w) = ([127.0, -0.5, 2.5, 0.0, 0.0, 0.0], [254f32, 1.0, -3.0]);
+        let out = matmul_int8(&x, &w, 3, Some(&[0.25]));
+        // 127 * 127 + (-1) * 1 + 3 * (-2), times two; the second row is nothing but the bias.
+        assert_eq!(out, [2.0 * (16129.0 - 1.0 - 6.0) + 0.25, 0.25]);
+    }
 }

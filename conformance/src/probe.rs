@@ -12,6 +12,7 @@ use kvlayout::{CacheType, Part, Section, State, StateVersion};
 
 use crate::check;
 use crate::client::Client;
+use crate::oracle::Arithmetic;
 use crate::producer::{Job, Produced, Producer as _, Provider};
 use crate::run::TempDir;
 use crate::shape::{CacheOptions, Shape};
@@ -147,6 +148,8 @@ fn rotation(probe: &Probe, server: &State, token: i32, provider: &Path, model: &
         cache: exact,
         n_ctx: probe.n_ctx,
         chunk: None,
+        arithmetic: Arithmetic::Exact,
+        kernels: None,
         server_file: Path::new(""),
     };
     let mut provider = Provider::new(provider, 1);

@@ -10,8 +10,9 @@ use gguf::Gguf;
 use kvlayout::{CacheType, StateVersion};
 use serde::Serialize;
 
+use crate::contract::Kernels;
 use crate::decoder::Kind;
-use crate::oracle::{Mistake, Oracle};
+use crate::oracle::{Arithmetic, Mistake, Oracle};
 use crate::shape::{CacheOptions, Shape};
 use crate::shared::{Route, SharedProvider};
 
@@ -35,6 +36,10 @@ pub struct Job<'a> {
     pub n_ctx: u32,
     /// The provider's chunk.
     pub chunk: Option<u32>,
+    /// How matrix products are to be computed.
+    pub arithmetic: Arithmetic,
+    /// The device and the kernels that compute them so, where it is not the provider's own way.
+    pub kernels: Option<&'a Kernels>,
     /// What the server itself saved for these ids.
     pub server_file: &'a Path,
 }
@@ -159,6 +164,7 @@ impl Producer for Provider {
         if let Some(chunk) = job.chunk {
             c.args(["--chunk", &chunk.to_string()]);
         }
+        c.args(job.kernels.into_iter().flat_map(Kernels::args));
         // Its own settings, if the user has any, are not what is tested here.
         for (name, _) in std::env::vars_os() {
             let name = name.to_string_lossy().into_owned();
@@ -169,6 +175,10 @@ impl Producer for Provider {
         let empty = out.with_extension("config");
         fs::write(&empty, "").with_context(|| format!("writing {}", empty.display()))?;
         c.arg("--config").arg(&empty);
+        if job.kernels.is_some() {
+            // Weights that are packed for a test are not worth keeping.
+            c.env("NPU_PREFILL_CACHE_SIZE", "0");
+        }
         self.times = None;
         let began = Instant::now();
         let output = run(c, DEADLINE).with_context(|| format!("the provider {}", self.path.display()))?;
@@ -185,6 +195,9 @@ impl Producer for Provider {
             .with_context(|| format!("the provider's line is no JSON: {:?}", lines[0]))?;
         let ms = receipt["prefill_ms"].as_f64().with_context(|| format!("no prefill_ms in {}", lines[0]))?;
         ensure!(out.is_file(), "the provider said it was done, but {} is not there", out.display());
+        if let Some(kernels) = job.kernels {
+            kernels.did_it_all(&receipt)?;
+        }
         let number = |key: &str| receipt[key].as_f64();
         self.times = Some(Times {
             process_ms,
@@ -286,7 +299,7 @@ impl Producer for OracleProducer {
         }
         let Some((_, oracle, shape)) = &self.loaded else { bail!("no model is loaded") };
         let began = Instant::now();
-        let state = oracle.state(job.tokens, &shape.kv_spec(&job.cache), job.version, self.mistake)?;
+        let state = oracle.state(job.tokens, &shape.kv_spec(&job.cache), job.version, job.arithmetic, self.mistake)?;
         fs::write(out, state).with_context(|| format!("writing {}", out.display()))?;
         Ok(Produced::File { prefill_ms: Some(began.elapsed().as_secs_f64() * 1e3) })
     }

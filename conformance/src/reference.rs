@@ -54,6 +54,9 @@ pub(crate) struct Reference {
     pub small_batch: Option<Reply>,
     /// From the other attention, or what stands in for it.
     pub other_attention: Option<Reply>,
+    /// What the oracle made by the case's contract, where it has one, and the reply on top of that. No work of the server's, and not kept.
+    #[serde(skip)]
+    pub oracle: Option<(PathBuf, Reply)>,
     /// The server's own prefill.
     pub prefill_ms: f64,
     /// The distance of its variants' files, the worst of them.
@@ -133,6 +136,7 @@ impl Runner<'_> {
             cold_reply,
             small_batch: None,
             other_attention: None,
+            oracle: None,
             prefill_ms: prefill.prompt_ms.unwrap_or(0.0),
             noise: Distances::ZERO,
             noise_grid: Grid::default(),

@@ -188,6 +188,24 @@ pub fn table(report: &Value) -> Result<String> {
         let cells: Vec<_> = row.iter().zip(&widths).map(|(c, &w)| format!("{c:<w$}")).collect();
         let _ = writeln!(out, "{}", cells.join("  ").trim_end());
     }
+    for c in cases.iter().filter(|c| c["from_oracle"].is_object()) {
+        let pair = |v: &Value| format!("{} {}", short(v[0].as_f64()), short(v[1].as_f64()));
+        let (from, said) = (&c["from_oracle"], &c["oracle"]);
+        let _ = writeln!(
+            out,
+            "\n{}, products by int8: from the oracle's files layer 0 {}, worst layer {}; the largest divergence of a first token {}. The \
+             oracle's files at the server: KL mean {}, largest {}, top-1 {}/{}, text {:.1}.",
+            c["id"].as_str().unwrap_or(""),
+            pair(&from["layer0"]),
+            pair(&from["layer"]),
+            short(c["handed"]["kl_max"].as_f64()),
+            short(said["kl_mean"].as_f64()),
+            short(said["kl_max"].as_f64()),
+            said["top1"],
+            said["n"],
+            said["agreed_mean"].as_f64().unwrap_or(0.0)
+        );
+    }
     for c in cases.iter().filter(|c| c["verdict"] != "pass") {
         let _ = writeln!(out, "\n{} - {}", c["id"].as_str().unwrap_or(""), c["verdict"].as_str().unwrap_or(""));
         let reasons = c["reasons"].as_array().cloned().unwrap_or_default();

@@ -12,6 +12,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use gguf::Gguf;
 use kvlayout::{KvMap, State};
 
+use crate::contract::Kernels;
 use crate::decoder::{Decoder, Kind, Options};
 use crate::producer::{Job, Produced, Producer, Provider};
 use crate::serve::{Outcome, Request, Serve};
@@ -87,6 +88,7 @@ impl SharedProvider {
         if let Some(chunk) = job.chunk {
             serve.options.extend(["--chunk".into(), chunk.to_string().into()]);
         }
+        serve.options.extend(job.kernels.into_iter().flat_map(Kernels::args));
         Ok(serve)
     }
 

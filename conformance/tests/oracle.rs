@@ -2,11 +2,11 @@
 //! model. One server per model; the judging is the same code that judges the provider.
 
 use conformance::check::{self, Distances, Measure, Want};
-use conformance::fixtures;
-use conformance::oracle::{Mistake, Oracle};
+use conformance::oracle::{Arithmetic, Mistake, Oracle};
 use conformance::pins::{Cache, Pins};
 use conformance::server::{Build, Server, ServerOptions};
 use conformance::shape::{CacheOptions, Shape};
+use conformance::{contract, fixtures};
 use gguf::Gguf;
 use kvlayout::{CacheType, State};
 
@@ -54,10 +54,29 @@ impl Bench {
         Bench { oracle: Oracle::load(&gguf).unwrap(), shape: Shape::of(&gguf).unwrap(), tokens, cache, server: state }
     }
 
+    /// The oracle's file.
+    fn state(&self, arithmetic: Arithmetic, mistake: Option<Mistake>) -> State {
+        let spec = self.shape.kv_spec(&self.cache);
+        let bytes = self.oracle.state(&self.tokens, &spec, self.server.version, arithmetic, mistake).unwrap();
+        State::parse(&bytes).unwrap()
+    }
+
+    fn distances(&self, reference: &State, other: &State) -> Distances {
+        check::distances(reference, other, &self.shape).unwrap().0
+    }
+
+    /// Failed measures of a file in a case of the int8 contract, where `right` is the oracle's.
+    fn judge_int8(&self, right: &State, state: &State) -> Vec<Measure> {
+        let cost = self.distances(&self.server, right);
+        let mut failed = contract::judge(&self.distances(right, state), &self.distances(&self.server, state), &cost);
+        failed.retain(|m| !m.passes());
+        failed
+    }
+
     /// Differences of structure and failed measures.
     fn judge(&self, mistake: Option<Mistake>) -> (Vec<String>, Vec<Measure>) {
         let spec = self.shape.kv_spec(&self.cache);
-        let bytes = self.oracle.state(&self.tokens, &spec, self.server.version, mistake).unwrap();
+        let bytes = self.oracle.state(&self.tokens, &spec, self.server.version, Arithmetic::Exact, mistake).unwrap();
         let want = Want {
             tokens: &self.tokens,
             version: self.server.version,
@@ -97,6 +116,28 @@ fn every_deliberate_mistake_is_caught() {
         assert!(!caught.is_empty(), "{} is not noticed on any model\n{report}", mistake.name());
     }
     println!("{report}");
+}
+
+/// 8-bit codes are far from a server's numbers, and hide nothing all the same.
+#[test]
+fn every_deliberate_mistake_is_caught_where_products_are_int8() {
+    let mut caught = [const { String::new() }; Mistake::ALL.len()];
+    for model in MODELS {
+        let bench = Bench::new(model, "v4");
+        let right = bench.state(Arithmetic::Int8, None);
+        let failed = bench.judge_int8(&right, &bench.state(Arithmetic::Exact, None));
+        assert!(failed.iter().any(|m| m.what.starts_with("layer 0 ")), "{model}: products that are not int8 pass");
+        for (mistake, caught) in Mistake::ALL.into_iter().zip(&mut caught) {
+            let failed = bench.judge_int8(&right, &bench.state(Arithmetic::Int8, Some(mistake)));
+            if let Some(worst) = failed.iter().max_by(|a, b| (a.value / a.limit).total_cmp(&(b.value / b.limit))) {
+                *caught += &format!(" {model} ({} is {:.1} times its limit)", worst.what, worst.value / worst.limit);
+            }
+        }
+    }
+    for (mistake, caught) in Mistake::ALL.into_iter().zip(&caught) {
+        println!("{}:{caught}", mistake.name());
+        assert!(!caught.is_empty(), "{} is not noticed on any model", mistake.name());
+    }
 }
 
 #[test]

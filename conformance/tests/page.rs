@@ -59,6 +59,7 @@ fn a_report() -> Value {
         producer: Choice::Provider(program.clone()),
         server: None,
         references: None,
+        kernels: None,
         keep: None,
     };
     let mut reports: Vec<_> = cases.iter().map(|c| run::run_case(&context, c)).collect();

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use conformance::cases::{self, Case};
+use conformance::contract::Kernels;
 use conformance::demo::{self, Demo};
 use conformance::pins::{Cache, Pins, Python};
 use conformance::producer::Choice;
@@ -24,6 +25,7 @@ fn context(producer: Choice) -> Context {
         producer,
         server: None,
         references: None,
+        kernels: None,
         keep: None,
     }
 }
@@ -142,6 +144,29 @@ fn a_mistake_fails_a_case_and_says_where() {
     let report = run::run_case(&context, &case("tiny/tiny-llama-f32/v4", &["kitchen"]));
     assert_eq!(report.verdict, Verdict::Fail);
     assert!(report.reasons.iter().any(|r| r.contains("layer 0")), "{:?}", report.reasons);
+}
+
+/// The provider's products are the oracle's and far from the server's; and what is not by the contract does not pass for it.
+#[test]
+fn int8_products_are_judged_by_the_oracles() {
+    let case = case("int8-tiny/tiny-llama-q8_0/v4", &["kitchen", "letter", "json"]);
+    let provider = context(Choice::Provider(provider_path()));
+    let report = pass(&provider, &case);
+    let from_oracle = report.from_oracle.unwrap();
+    assert!(from_oracle.layer0[0] < 1e-3 && report.distances.layer0[0] > 5e-3, "{report:?}");
+    assert_eq!((report.oracle.n, report.handed.n), (3, 3));
+    pass(&context(Choice::Oracle(None)), &case);
+
+    let report = run::run_case(&context(Choice::Server), &case);
+    assert_eq!(report.verdict, Verdict::Fail);
+    assert!(report.reasons[0].starts_with("layer 0 K, from the oracle"), "{:?}", report.reasons);
+    // A kernel for some of the projections only: the processor computes the rest, and that is said instead of judged.
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("full_i8_D_K512_N256.elf"), "").unwrap();
+    let some = Kernels { device: "oracle".into(), dir: dir.path().to_owned() };
+    let report = run::run_case(&Context { kernels: Some(some), ..provider }, &case);
+    assert_eq!(report.verdict, Verdict::Error);
+    assert!(report.reasons[0].contains("should compute every projection"), "{:?}", report.reasons);
 }
 
 #[test]

@@ -14,6 +14,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use conformance::decoder::{Adopted, Decoder, Memory, Options, Peer, REUSED};
+use conformance::oracle::Arithmetic;
 use conformance::producer::{Job, Produced, Producer as _};
 use conformance::serve::{Handoff, Outcome, Request, Said, Serve, Served, Step, said};
 use conformance::shape::CacheOptions;
@@ -602,6 +603,8 @@ fn both_routes(kind: decoder::Kind, model: &str, cache: CacheOptions, n: usize, 
         cache,
         n_ctx: 1024,
         chunk: Some(64),
+        arithmetic: Arithmetic::Exact,
+        kernels: None,
         server_file: Path::new("none"),
     };
     let mut producer = SharedProvider::new(&provider, 1, Route::Both, kind);
@@ -657,6 +660,8 @@ fn rows_that_are_not_the_same_are_noticed() {
             cache: F16,
             n_ctx: 256,
             chunk: None,
+            arithmetic: Arithmetic::Exact,
+            kernels: None,
             server_file: Path::new("none"),
         };
         let mut producer = SharedProvider::new(&dir.script("wrong", text), 1, Route::Shared, decoder::Kind::MemFd);
