@@ -139,11 +139,18 @@ impl Shape {
             if let (Some(taps), Some(channels)) = (rows(il, "ssm_conv1d.weight", 0), rows(il, "ssm_conv1d.weight", 1)) {
                 return Ok(Some(((taps - 1) * channels, need("ssm.state_size")? * need("ssm.inner_size")?)));
             }
+            if let (Some(taps), Some(channels)) =
+                (rows(il, "ssm_conv1d_q.weight", 0), rows(il, "ssm_conv1d_q.weight", 2))
+            {
+                return Ok(Some((3 * (taps - 1) * channels, channels * need("kda.head_dim")?)));
+            }
             Ok(rows(il, "shortconv.conv.weight", 0).map(|taps| ((taps - 1) * n_embd, 0)))
         };
         let mut recurrent = (0..n_layer).map(state).collect::<Result<Vec<_>>>()?;
-        // Every kind of attention ends in it, and nothing else has it.
-        let mut attends: Vec<bool> = (0..n_layer).map(|il| rows(il, "attn_output.weight", 0).is_some()).collect();
+        // Every kind of attention ends in it, and nothing else has it but Kimi's delta net.
+        let attending =
+            |il| rows(il, "attn_output.weight", 0).is_some() && rows(il, "ssm_conv1d_q.weight", 0).is_none();
+        let mut attends: Vec<bool> = (0..n_layer).map(attending).collect();
         let head_sliding = [("attention.key_length_swa", head_k), ("attention.value_length_swa", head_v)];
         let [k, v] = head_sliding.map(|(key, full)| number(key).map(|n| n.unwrap_or(full)));
         let head_sliding = [k?, v?];

@@ -481,14 +481,22 @@ impl State {
     /// Takes a file apart that a decoder of latent attention writes: one cache, without V. [`parse`](Self::parse) does not
     /// try this shape, since a file of another model that ends behind its keys has it too.
     pub fn parse_latent(bytes: &[u8]) -> Result<State, ParseError> {
-        let kv = KvShape { k_only: true, ..KvShape::default() };
-        Self::parse_as(bytes, &Shape { cell_ext: false, sections: vec![SectionShape::Kv(kv)] })
+        let kv = SectionShape::Kv(KvShape { k_only: true, ..KvShape::default() });
+        let alone = Self::parse_as(bytes, &Shape { cell_ext: false, sections: vec![kv.clone()] });
+        if alone.as_ref().is_ok_and(|s| s.trailing.is_empty()) {
+            return alone;
+        }
+        let sections = vec![kv, SectionShape::Rec(RecShape::default())];
+        Self::parse_as(bytes, &Shape { cell_ext: false, sections }).or(alone)
     }
 
-    /// [`parse`](Self::parse), and where that fails [`parse_latent`](Self::parse_latent): for who does not know the model. The
+    /// [`parse`](Self::parse), and where that fails or leaves bytes over [`parse_latent`](Self::parse_latent): for who does not know the model. The
     /// error is that of the first.
     pub fn parse_any(bytes: &[u8]) -> Result<State, ParseError> {
-        Self::parse(bytes).or_else(|e| Self::parse_latent(bytes).ok().filter(|s| s.trailing.is_empty()).ok_or(e))
+        match Self::parse(bytes) {
+            Ok(state) if state.trailing.is_empty() => Ok(state),
+            other => Self::parse_latent(bytes).ok().filter(|s| s.trailing.is_empty()).map_or(other, Ok),
+        }
     }
 
     /// Takes a file apart that has a known shape: the first field that is not as the shape says is the error. Bytes

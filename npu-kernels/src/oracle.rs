@@ -115,8 +115,8 @@ pub fn causal_conv(input: &[Vec<f32>], weight: &[Vec<f32>], bias: Option<&[f32]>
     (0..input.len()).map(|i| (0..weight.len()).map(|c| value(i, c)).collect()).collect()
 }
 
-/// One position of one head for [`delta_rule`]: query, key, value, logarithm of the decay, strength.
-pub type DeltaStep = (Vec<f32>, Vec<f32>, Vec<f32>, f32, f32);
+/// One position of one head for [`delta_rule`]: query, key, value, logarithm of the decay of each key channel, strength.
+pub type DeltaStep = (Vec<f32>, Vec<f32>, Vec<f32>, Vec<f32>, f32);
 
 /// The gated delta rule of one head. Outputs of all positions, and the state `[key channel][value channel]` after them.
 pub fn delta_rule(steps: &[DeltaStep]) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
@@ -126,7 +126,9 @@ pub fn delta_rule(steps: &[DeltaStep]) -> (Vec<Vec<f64>>, Vec<Vec<f64>>) {
     for (q, k, v, decay, beta) in steps {
         let read =
             |state: &[Vec<f64>], by: &[f32], j: usize| -> f64 { (0..d).map(|i| state[i][j] * f64::from(by[i])).sum() };
-        state.iter_mut().flatten().for_each(|s| *s *= f64::from(*decay).exp());
+        for (row, decay) in state.iter_mut().zip(decay) {
+            row.iter_mut().for_each(|s| *s *= f64::from(*decay).exp());
+        }
         let wrong: Vec<f64> = (0..d).map(|j| f64::from(v[j]) - read(&state, k, j)).collect();
         for i in 0..d {
             for j in 0..d {

@@ -92,13 +92,17 @@ fn convolutions_of_another_shape_are_none() {
 #[test]
 fn the_delta_rule_agrees_with_the_oracle_and_does_not_depend_on_chunks() {
     for shape in [
-        delta::Shape { heads: 1, key_heads: 1, dim: 1, interleaved: true },
-        delta::Shape { heads: 4, key_heads: 2, dim: 8, interleaved: false },
-        delta::Shape { heads: 6, key_heads: 2, dim: 5, interleaved: true },
-        delta::Shape { heads: 3, key_heads: 3, dim: 40, interleaved: false },
-        delta::Shape { heads: 2, key_heads: 1, dim: 128, interleaved: false },
+        delta::Shape { heads: 1, key_heads: 1, dim: 1, interleaved: true, per_channel: false },
+        delta::Shape { heads: 4, key_heads: 2, dim: 8, interleaved: false, per_channel: false },
+        delta::Shape { heads: 6, key_heads: 2, dim: 5, interleaved: true, per_channel: false },
+        delta::Shape { heads: 3, key_heads: 3, dim: 40, interleaved: false, per_channel: false },
+        delta::Shape { heads: 2, key_heads: 1, dim: 128, interleaved: false, per_channel: false },
+        delta::Shape { heads: 3, key_heads: 3, dim: 1, interleaved: false, per_channel: true },
+        delta::Shape { heads: 3, key_heads: 3, dim: 40, interleaved: false, per_channel: true },
+        delta::Shape { heads: 2, key_heads: 2, dim: 128, interleaved: false, per_channel: true },
     ] {
-        let delta::Shape { heads, key_heads, dim, interleaved } = shape;
+        let delta::Shape { heads, key_heads, dim, interleaved, .. } = shape;
+        let (decays, per_head) = (shape.decays(), shape.decays() / heads);
         let mut rng = Rng(7 + dim as u64);
         for n in LENGTHS {
             // Rows of queries, keys and values side by side, as a fused projection leaves them.
@@ -108,14 +112,17 @@ fn the_delta_rule_agrees_with_the_oracle_and_does_not_depend_on_chunks() {
             for row in rows.chunks_exact_mut(stride) {
                 row[..2 * keys].chunks_exact_mut(dim).for_each(|head| gates::l2_norm(head, 1e-6));
             }
-            let decay: Vec<f32> = (0..n * heads).map(|_| -0.3 * (1.0 + rng.value())).collect();
+            let decay: Vec<f32> = (0..n * decays).map(|_| -0.3 * (1.0 + rng.value())).collect();
+            let left: Vec<f32> = decay.iter().map(|g| g.exp()).collect();
             let beta: Vec<f32> = (0..n * heads).map(|_| 0.5 * (1.0 + rng.value())).collect();
             let (mut want, mut cell) = (vec![vec![0.0; values]; n], Vec::new());
             for h in 0..heads {
                 let part = |t: usize, at: usize| rows[t * stride + at..][..dim].to_vec();
                 let of = if interleaved { h / (heads / key_heads) } else { h % key_heads } * dim;
                 let step = |t: usize| {
-                    let (g, b) = (decay[t * heads + h], beta[t * heads + h]);
+                    let g = &decay[(t * heads + h) * per_head..][..per_head];
+                    let g = g.iter().copied().cycle().take(dim).collect();
+                    let b = beta[t * heads + h];
                     (part(t, of), part(t, keys + of), part(t, 2 * keys + h * dim), g, b)
                 };
                 let (out, state) = oracle::delta_rule(&(0..n).map(step).collect::<Vec<_>>());
@@ -131,10 +138,9 @@ fn the_delta_rule_agrees_with_the_oracle_and_does_not_depend_on_chunks() {
                     for from in (0..n).step_by(cut) {
                         let m = cut.min(n - from);
                         let part = |first| Channels { rows: &rows[from * stride..], stride, first };
-                        let heads_of = |all: &[f32]| all[from * heads..][..m * heads].to_vec();
-                        let (decay, beta) = (heads_of(&decay), heads_of(&beta));
+                        let (left, beta) = (&left[from * decays..][..m * decays], &beta[from * heads..][..m * heads]);
                         let (q, k, v) = (part(0), part(keys), part(2 * keys));
-                        let steps = delta::Steps { m, q, k, v, decay: &decay, beta: &beta };
+                        let steps = delta::Steps { m, q, k, v, left, beta };
                         let mut chunk = vec![f32::NAN; m * values];
                         with_kernel!(isa, kernel => state.run(kernel, &pool, &steps, &mut chunk));
                         for i in 0..m {

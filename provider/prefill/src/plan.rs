@@ -128,7 +128,7 @@ impl Command {
             Op::Latent(LatentOp::StoreLatent) => Work::Other,
             Op::Latent(_) => Work::Gemm,
             Op::Dense(DenseOp::GateUp { .. } | DenseOp::Up { .. } | DenseOp::Down { .. }) => Work::Gemm,
-            Op::Delta(DeltaOp::Project { .. } | DeltaOp::Out { .. }) => Work::Gemm,
+            Op::Delta(DeltaOp::Project { .. } | DeltaOp::Widen { .. } | DeltaOp::Out { .. }) => Work::Gemm,
             Op::ShortConv(ShortConvOp::Project { .. } | ShortConvOp::Out { .. }) => Work::Gemm,
             Op::Mamba(MambaOp::Project { .. } | MambaOp::Select { .. } | MambaOp::Out { .. }) => Work::Gemm,
             Op::Experts(ExpertsOp::ExpertsGate) => Work::Other,

@@ -4,7 +4,7 @@
 //! With state S (key × value channels), key k, query q, value v, log decay g and strength b of one position:
 //!
 //! ```text
-//! S = e^g · S
+//! S = e^g · S            (e^g for each key channel, where the decays differ by channel)
 //! S = S + k ⊗ (b · (v - Sᵀk))
 //! o = Sᵀq / sqrt(channels)
 //! ```
@@ -27,9 +27,16 @@ pub struct Shape {
     /// Neighbouring value heads read the same key head (Qwen3-Next), or value head h reads key head h mod the number of
     /// key heads (Qwen3.5).
     pub interleaved: bool,
+    /// What is left of the state differs by key channel (Kimi Linear), or is one number for a head.
+    pub per_channel: bool,
 }
 
 impl Shape {
+    /// Decays of a position.
+    pub fn decays(&self) -> usize {
+        self.heads * if self.per_channel { self.dim } else { 1 }
+    }
+
     fn key_head(&self, head: usize) -> usize {
         if self.interleaved { head / (self.heads / self.key_heads) } else { head % self.key_heads }
     }
@@ -54,9 +61,9 @@ pub struct Steps<'a> {
     pub k: Channels<'a>,
     /// Values of all value heads.
     pub v: Channels<'a>,
-    /// Logarithm of what is left of the state, per position and value head.
-    pub decay: &'a [f32],
-    /// How much of the correction is made, likewise.
+    /// What is left of the state, e^g, per position and value head, and key channel where decays differ by channel.
+    pub left: &'a [f32],
+    /// How much of the correction is made, per position and value head.
     pub beta: &'a [f32],
 }
 
@@ -78,9 +85,13 @@ impl State {
     pub fn run<K: Kernel>(&mut self, kernel: K, pool: &Pool, steps: &Steps<'_>, out: &mut [f32]) {
         let (shape, m) = (self.shape, steps.m);
         let Shape { heads, dim, .. } = shape;
-        assert!(steps.decay.len() == m * heads && steps.beta.len() == m * heads, "{m} positions of {heads} heads");
+        assert!(
+            steps.left.len() == m * shape.decays() && steps.beta.len() == m * heads,
+            "{m} positions of {heads} heads"
+        );
         assert_eq!(out.len(), m * heads * dim, "an output of {m} positions");
         let scale = 1.0 / (dim as f32).sqrt();
+        let per_head = shape.decays() / heads;
         let mut tasks: Vec<(usize, usize, &mut [f32], &mut [f32])> = Vec::with_capacity(heads * dim.div_ceil(BLOCK));
         let mut rest = out;
         for (head, cell) in self.cell.chunks_exact_mut(dim * dim).enumerate() {
@@ -98,10 +109,13 @@ impl State {
                     let q = steps.q.get(t, key_head * dim, dim);
                     let k = steps.k.get(t, key_head * dim, dim);
                     let v = steps.v.get(t, *head * dim + *first, n);
-                    let left = steps.decay[t * heads + *head].exp();
+                    let left = &steps.left[(t * heads + *head) * per_head..][..per_head];
                     let beta = steps.beta[t * heads + *head];
                     for ((row, v), o) in rows.chunks_exact_mut(dim).zip(v).zip(out) {
-                        row.iter_mut().for_each(|s| *s *= left);
+                        match left {
+                            [left] => row.iter_mut().for_each(|s| *s *= left),
+                            all => row.iter_mut().zip(all).for_each(|(s, left)| *s *= left),
+                        }
                         let delta = (v - dot(row, k)) * beta;
                         row.iter_mut().zip(k).for_each(|(s, k)| *s += k * delta);
                         *o = dot(row, q) * scale;

@@ -2,7 +2,7 @@
 //! from position to position, and the gates around both.
 //!
 //! * [`conv`]: the causal convolution of every channel with itself, and its history.
-//! * [`delta`]: the gated delta rule (Qwen3-Next, Qwen3.5).
+//! * [`delta`]: the gated delta rule (Qwen3-Next, Qwen3.5, Kimi Linear).
 //! * [`scan`]: the selective scan (Mamba and Mamba-2).
 //! * [`gates`]: softplus, sigmoid, L2 norm, gated norms, over one row.
 //!

@@ -2,7 +2,7 @@
 
 use super::experts::{GEMMA4_EXPERTS, LLAMA_EXPERTS};
 use super::{
-    Activation, Alibi, Arch, AttnScale, FfnShape, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing, PerLayer,
+    Activation, Alibi, Arch, AttnScale, FfnShape, Latent, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing, PerLayer,
     Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, WindowRope, WindowRule,
 };
 
@@ -55,7 +55,7 @@ pub(super) const LLAMA: Arch = Arch {
     temperature: false,
     yarn_keys: false,
     sinks: false,
-    latent: false,
+    latent: Latent::No,
     experts: None,
     output_norm: "output_norm",
     gated_query: false,

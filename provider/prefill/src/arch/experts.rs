@@ -5,7 +5,7 @@
 
 use super::dense::{BEFORE, HEAD_NORM, LLAMA};
 use super::{
-    Arch, AttnScale, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm, RopeRule, WindowRope,
+    Arch, AttnScale, Latent, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm, RopeRule, WindowRope,
     WindowRule,
 };
 use crate::route::Gating;
@@ -157,6 +157,9 @@ const DEEPSEEK3: ExpertRule = ExpertRule {
 /// The `llama` files that have experts: Mixtral and its merges.
 pub(super) const LLAMA_EXPERTS: ExpertRule = MIXTRAL;
 
+/// Kimi Linear's: as DeepSeek's, normed always.
+pub(super) const KIMI_EXPERTS: ExpertRule =
+    ExpertRule { normalise: Setting::Fixed(true), selection_bias: Presence::Required, ..DEEPSEEK3 };
 /// Nemotron's: without gates, by sigmoid, and a shared one.
 pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
     gating: GatingRule::Fixed(Gating::Sigmoid),
@@ -269,7 +272,7 @@ pub(super) const TABLE: &[Arch] = &[
         other_bias: Presence::Never,
         rope_factors: false,
         partial_rope: true,
-        latent: true,
+        latent: Latent::Row,
         experts: Some(&ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 }),
         examples: "DeepSeek V2, V3, R1, Kimi K2",
         ..LLAMA

@@ -182,6 +182,17 @@ pub enum PerLayer {
     Wide(u32),
 }
 
+/// Attention whose keys and values of all heads come from one short row (MLA), and what of it the decoder keeps.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Latent {
+    /// There is none.
+    No,
+    /// The row. Queries come in one projection or in two, by the model's sizes.
+    Row,
+    /// The row. Queries come in one projection.
+    RowOneQuery,
+}
+
 /// RoPE whose pairs belong to several positions, of which text has only one.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum Mrope {
@@ -276,8 +287,8 @@ pub struct Arch {
     pub yarn_keys: bool,
     /// Each head has a sink: a score that joins the softmax and has no value.
     pub sinks: bool,
-    /// Keys and values of all heads are one row (MLA).
-    pub latent: bool,
+    /// Keys and values of all heads come from one short row (MLA).
+    pub latent: Latent,
     /// What its mixtures of experts are like, where it may have them.
     pub experts: Option<&'static experts::ExpertRule>,
     /// The norm after the last layer, by its tensor's name; it is never computed.
@@ -333,6 +344,8 @@ pub enum Recurrence {
         /// Neighbouring value heads share a key head.
         interleaved: bool,
     },
+    /// The same with a decay for each key channel (Kimi delta attention).
+    Kda,
     /// The gated short convolution.
     ShortConv,
     /// The selective scan, every channel for itself.

@@ -1,9 +1,9 @@
 //! Architectures with layers that carry a state along, most of them beside attention.
 
 use super::dense::{BEFORE, LLAMA, SHARED};
-use super::experts::{ALWAYS, ExpertRule, GRANITE_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width};
+use super::experts::{ALWAYS, ExpertRule, GRANITE_EXPERTS, KIMI_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width};
 use super::{
-    Activation, Arch, AttnScale, FfnShape, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence, RecurrentLayers,
+    Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence, RecurrentLayers,
     RopeRule,
 };
 
@@ -61,6 +61,20 @@ pub(super) const TABLE: &[Arch] = &[
         experts: Some(&SHARED_EXPERT),
         examples: "Qwen3-Next 80B-A3B",
         ..QWEN35
+    },
+    Arch {
+        name: "kimi-linear",
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        rope_factors: false,
+        partial_rope: true,
+        rope: RopeRule::Never,
+        latent: Latent::RowOneQuery,
+        recurrence: Some(Recurrence::Kda),
+        recurrent_layers: RecurrentLayers::WithoutKvHeads,
+        experts: Some(&KIMI_EXPERTS),
+        examples: "Kimi Linear 48B-A3B",
+        ..LLAMA
     },
     Arch {
         name: "lfm2",

@@ -153,8 +153,11 @@ impl Room {
         let spec = host.model.spec();
         let (m, row, last) = (c.rows.len(), a.row(), c.layer == spec.last_layer());
         let (kernel, eps) = (host.kernel, spec.eps);
-        let (rope, head) = (&spec.ropes[a.rope], a.nope + a.n_rot);
-        let factors = rope.factors.of(host.n_ctx).expect("asked for before the run began");
+        let head = a.nope + a.n_rot;
+        let rope = a.rope.map(|rope| {
+            let rope = &spec.ropes[rope];
+            (rope, rope.factors.of(host.n_ctx).expect("asked for before the run began"))
+        });
         let nq = if last { 0 } else { a.n_head * head };
         self.table.resize(m * a.n_rot, 0.0);
         let mut rows: Vec<(&mut [f32], &mut [f32], &mut [f32])> = Vec::with_capacity(m);
@@ -166,13 +169,17 @@ impl Room {
         }
         host.pool.for_each_mut(&mut rows, |i, (kv, q, angles)| {
             let (cos, sin) = angles.split_at_mut(a.n_rot / 2);
-            rope.table((c.rows.start + i) as u32, factors, cos, sin);
+            if let Some((rope, factors)) = rope {
+                rope.table((c.rows.start + i) as u32, factors, cos, sin);
+            }
             kernel.rows(|| {
                 let (latent, positional) = kv.split_at_mut(a.rank);
                 rowops::rms_norm_in_place(latent, &w.kv_a_norm, eps);
-                rowops::rope(positional, rope.pairing, cos, sin);
-                for head in q.chunks_exact_mut(head) {
-                    rowops::rope(&mut head[a.nope..], rope.pairing, cos, sin);
+                if let Some((rope, _)) = rope {
+                    rowops::rope(positional, rope.pairing, cos, sin);
+                    for head in q.chunks_exact_mut(head) {
+                        rowops::rope(&mut head[a.nope..], rope.pairing, cos, sin);
+                    }
                 }
             });
         });

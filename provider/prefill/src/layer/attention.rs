@@ -269,7 +269,7 @@ impl<'g> AttentionWeights<'g> {
 }
 
 /// Query, key and value projections: three tensors, or one with their rows below each other.
-fn qkv<'g>(
+pub(super) fn qkv<'g>(
     loader: &mut Loader<'g>,
     prefix: &str,
     k: usize,

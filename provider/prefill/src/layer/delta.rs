@@ -1,9 +1,10 @@
-//! The gated delta net as a kind of mixer (Qwen3.5): its numbers, tensors, steps and costs.
+//! The gated delta net as a kind of mixer (Qwen3.5, Kimi Linear): its numbers, tensors, steps and costs.
 //!
-//! Source: llama.cpp's `src/models/{qwen35,qwen3next,delta-net-base}.cpp`.
+//! Source: llama.cpp's `src/models/{qwen35,qwen3next,kimi-linear,delta-net-base}.cpp`.
 
 use crate::Error;
 use crate::arch::{Presence, Recurrence};
+use super::attention;
 use crate::plan::Op;
 use crate::spec::{Common, MAX_WIDTH, Spec};
 use crate::weights::{Linear, Loader};
@@ -27,8 +28,10 @@ pub struct DeltaSpec {
 #[derive(Debug)]
 #[allow(missing_docs)] // llama.cpp's tensor names
 pub struct DeltaWeights<'g> {
-    /// Queries, keys and values, in this order.
-    pub qkv: Linear<'g>,
+    /// Queries, keys and values, in this order: one matrix, or three.
+    pub qkv: Vec<Linear<'g>>,
+    /// What comes before the gate's matrix, where that is of low rank.
+    pub gate_a: Option<Linear<'g>>,
     pub gate: Linear<'g>,
     pub strengths: Strengths<'g>,
     pub conv: CausalConv,
@@ -49,6 +52,12 @@ pub enum Strengths<'g> {
     },
     /// One matrix: for every key head the betas of its value heads, then their alphas.
     Mixed(Linear<'g>),
+    /// Betas; alphas of every key channel by way of few channels.
+    PerChannel {
+        beta: Linear<'g>,
+        alpha_a: Linear<'g>,
+        alpha_b: Linear<'g>,
+    },
 }
 
 /// One step.
@@ -56,6 +65,13 @@ pub enum Strengths<'g> {
 pub enum DeltaOp {
     /// Projections: queries, keys and values; strengths; and the gate, which the last layer does without.
     Project {
+        /// Inputs.
+        k: usize,
+        /// Outputs of all.
+        n: usize,
+    },
+    /// Strengths of key channels, and the gate, from the few channels that they are projected to first.
+    Widen {
         /// Inputs.
         k: usize,
         /// Outputs of all.
@@ -89,6 +105,9 @@ impl DeltaSpec {
     pub(crate) fn read(c: &Common<'_>) -> Result<DeltaSpec, Error> {
         let keys = &c.keys;
         let taps = keys.size("ssm.conv_kernel", MAX_TAPS)?;
+        if c.arch.recurrence == Some(Recurrence::Kda) {
+            return DeltaSpec::kda(c, taps);
+        }
         let dim = keys.size("ssm.state_size", MAX_WIDTH)?;
         let heads = keys.size("ssm.time_step_rank", MAX_WIDTH)?;
         let key_heads = keys.size("ssm.group_count", MAX_WIDTH)?;
@@ -107,7 +126,20 @@ impl DeltaSpec {
         fits(c, "ssm.conv_kernel", taps, channels * u64::from(taps))?;
         let interleaved = c.arch.recurrence == Some(Recurrence::DeltaNet { interleaved: true });
         let (heads, key_heads, dim) = (heads as usize, key_heads as usize, dim as usize);
-        Ok(DeltaSpec { shape: Shape { heads, key_heads, dim, interleaved }, taps: taps as usize })
+        let shape = Shape { heads, key_heads, dim, interleaved, per_channel: false };
+        Ok(DeltaSpec { shape, taps: taps as usize })
+    }
+
+    /// As many key heads as value heads, and as heads of attention.
+    fn kda(c: &Common<'_>, taps: u32) -> Result<DeltaSpec, Error> {
+        let dim = c.keys.size("kda.head_dim", MAX_WIDTH)?;
+        let heads = c.keys.size("attention.head_count", MAX_WIDTH)?;
+        let values = u64::from(heads) * u64::from(dim);
+        fits(c, "kda.head_dim", dim, values * u64::from(dim))?;
+        fits(c, "ssm.conv_kernel", taps, 3 * values * u64::from(taps))?;
+        let (heads, dim) = (heads as usize, dim as usize);
+        let shape = Shape { heads, key_heads: heads, dim, interleaved: false, per_channel: true };
+        Ok(DeltaSpec { shape, taps: taps as usize })
     }
 
     /// Channels of all value heads.
@@ -133,11 +165,16 @@ impl DeltaSpec {
     pub(crate) fn ops(&self, spec: &Spec, last: bool) -> Vec<Op> {
         let (e, shape) = (spec.n_embd, self.shape);
         let gate = if last { 0 } else { self.values() };
-        let mut ops = vec![
-            DeltaOp::Project { k: e, n: self.channels() + 2 * shape.heads + gate },
-            DeltaOp::Conv { channels: self.channels(), taps: self.taps },
-            DeltaOp::Scan { heads: shape.heads, dim: shape.dim },
-        ];
+        let mut ops = Vec::new();
+        if shape.per_channel {
+            let rank = if last { shape.dim } else { 2 * shape.dim };
+            ops.push(DeltaOp::Project { k: e, n: self.channels() + shape.heads + rank });
+            ops.push(DeltaOp::Widen { k: shape.dim, n: shape.decays() + gate });
+        } else {
+            ops.push(DeltaOp::Project { k: e, n: self.channels() + 2 * shape.heads + gate });
+        }
+        ops.push(DeltaOp::Conv { channels: self.channels(), taps: self.taps });
+        ops.push(DeltaOp::Scan { heads: shape.heads, dim: shape.dim });
         if !last {
             ops.push(DeltaOp::Out { k: self.values(), n: e });
         }
@@ -158,6 +195,9 @@ impl<'g> DeltaWeights<'g> {
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, d: &DeltaSpec, prefix: &str) -> Result<Self, Error> {
         let (e, heads, never) = (spec.n_embd, d.shape.heads, Presence::Never);
         let name = |what: &str| format!("{prefix}.{what}");
+        if d.shape.per_channel {
+            return DeltaWeights::load_kda(loader, e, d, prefix);
+        }
         let qkv = loader.linear(&name("attn_qkv"), e, d.channels(), never)?;
         let strengths = if loader.has(&name("ssm_ba.weight")) {
             Strengths::Mixed(loader.linear(&name("ssm_ba"), e, 2 * heads, never)?)
@@ -166,7 +206,8 @@ impl<'g> DeltaWeights<'g> {
             Strengths::Apart { beta, alpha: loader.linear(&name("ssm_alpha"), e, heads, never)? }
         };
         Ok(DeltaWeights {
-            qkv,
+            qkv: vec![qkv],
+            gate_a: None,
             gate: loader.linear(&name("attn_gate"), e, d.values(), never)?,
             strengths,
             conv: conv(loader, &name("ssm_conv1d"), d.channels(), d.taps, never)?,
@@ -177,13 +218,50 @@ impl<'g> DeltaWeights<'g> {
         })
     }
 
-    pub(crate) fn input_types(&self) -> Vec<WeightType> {
-        let mut types = vec![self.qkv.weight.ty(), self.gate.weight.ty()];
-        match &self.strengths {
-            Strengths::Apart { beta, alpha } => types.extend([beta.weight.ty(), alpha.weight.ty()]),
-            Strengths::Mixed(both) => types.push(both.weight.ty()),
+    /// Kimi delta attention's: the rank of what is projected in two steps is that of a head.
+    fn load_kda(loader: &mut Loader<'g>, e: usize, d: &DeltaSpec, prefix: &str) -> Result<Self, Error> {
+        let (heads, dim, values) = (d.shape.heads, d.shape.dim, d.values());
+        let name = |what: &str| format!("{prefix}.{what}");
+        let qkv = attention::qkv(loader, prefix, e, [values; 3], Presence::Never)?;
+        let mut conv = Vec::with_capacity(d.taps * d.channels());
+        for part in ["q", "k", "v"] {
+            conv.extend(loader.values(&name(&format!("ssm_conv1d_{part}.weight")), &[d.taps, 1, values])?);
         }
-        types
+        let mut linear = |what: &str, k, n| loader.linear(&name(what), k, n, Presence::Never);
+        Ok(DeltaWeights {
+            qkv: qkv.into(),
+            gate_a: Some(linear("ssm_g_a", e, dim)?),
+            gate: linear("ssm_g_b", dim, values)?,
+            strengths: Strengths::PerChannel {
+                beta: linear("ssm_beta", e, heads)?,
+                alpha_a: linear("ssm_f_a", e, dim)?,
+                alpha_b: linear("ssm_f_b", dim, values)?,
+            },
+            out: linear("attn_output", values, e)?,
+            conv: CausalConv::new(&conv, d.channels(), d.taps, None).expect("the loader checked the shapes"),
+            dt: loader.values(&name("ssm_dt.bias"), &[values])?,
+            a: loader.values(&name("ssm_a"), &[1, heads])?,
+            norm: loader.values(&name("ssm_norm.weight"), &[dim])?,
+        })
+    }
+
+    pub(crate) fn input_types(&self) -> Vec<WeightType> {
+        let mut all: Vec<&Linear<'_>> = self.qkv.iter().collect();
+        all.push(self.gate_a.as_ref().unwrap_or(&self.gate));
+        match &self.strengths {
+            Strengths::Apart { beta, alpha } => all.extend([beta, alpha]),
+            Strengths::Mixed(both) => all.push(both),
+            Strengths::PerChannel { beta, alpha_a, .. } => all.extend([beta, alpha_a]),
+        }
+        all.into_iter().map(|l| l.weight.ty()).collect()
+    }
+
+    /// Types of the matrices behind those of low rank.
+    pub(crate) fn wide_types(&self) -> Vec<WeightType> {
+        match &self.strengths {
+            Strengths::PerChannel { alpha_b, .. } => vec![alpha_b.weight.ty(), self.gate.weight.ty()],
+            _ => Vec::new(),
+        }
     }
 }
 
@@ -204,7 +282,7 @@ impl DeltaOp {
     /// Multiplications and additions over `m` rows.
     pub(crate) fn flops(&self, m: u64) -> u64 {
         match self {
-            DeltaOp::Project { k, n } | DeltaOp::Out { k, n } => 2 * m * (*k * *n) as u64,
+            DeltaOp::Project { k, n } | DeltaOp::Widen { k, n } | DeltaOp::Out { k, n } => 2 * m * (*k * *n) as u64,
             DeltaOp::Conv { channels, taps } => 2 * m * (*channels * *taps) as u64,
             // Fading, and two products and an update of two operations each.
             DeltaOp::Scan { heads, dim } => 7 * m * (*heads * *dim * *dim) as u64,
@@ -221,5 +299,7 @@ pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &DeltaSpec> {
 pub(crate) fn memory(spec: &Spec, chunk: usize) -> usize {
     let most = |f: &dyn Fn(&DeltaSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
     let state = most(&|d| d.n_embd().0 + d.n_embd().1);
-    4 * state + chunk * 4 * most(&|d| 2 * d.channels() + 3 * d.values() + 4 * d.shape.heads)
+    // Of low rank: two times as many channels, once as f32 and once rounded.
+    let low = |d: &DeltaSpec| if d.shape.per_channel { d.shape.decays() + 3 * d.shape.dim } else { 0 };
+    4 * state + chunk * 4 * most(&|d| 2 * d.channels() + 3 * d.values() + 4 * d.shape.heads + low(d))
 }

@@ -6,7 +6,7 @@
 //! row, and what they read is brought back (`attn_v_b`). Follows `llama_model_deepseek2::graph` with `is_mla`.
 
 use crate::Error;
-use crate::arch::Presence;
+use crate::arch::{Latent, Presence};
 use crate::plan::Op;
 use crate::rope::Rope;
 use crate::spec::{Common, MAX_WIDTH, Spec};
@@ -32,8 +32,8 @@ pub struct LatentSpec {
     pub q_rank: Option<usize>,
     /// Multiplies scores.
     pub scale: f32,
-    /// Which of [`Spec::ropes`].
-    pub rope: usize,
+    /// Which of [`Spec::ropes`], where there is one.
+    pub rope: Option<usize>,
 }
 
 /// One layer's tensors.
@@ -102,20 +102,28 @@ pub enum LatentOp {
 }
 
 impl LatentSpec {
-    /// Reads all layers' numbers, and their rotation with them.
-    pub(crate) fn read(c: &Common<'_>, n_vocab: u32, rope: &mut Rope) -> Result<Vec<LatentSpec>, Error> {
+    /// Reads all layers' numbers, and their rotation with them; those of layers that do not attend stand for nothing.
+    pub(crate) fn read(
+        c: &Common<'_>,
+        n_vocab: u32,
+        rope: Option<&mut Rope>,
+        attends: &[bool],
+    ) -> Result<Vec<LatentSpec>, Error> {
         let keys = &c.keys;
-        let one = |key: &str| match keys.per_layer(key, c.n_layer, MAX_WIDTH)? {
-            None => Err(keys.wrong(key, "no such key", format!("a number from 1 to {MAX_WIDTH}"))),
+        let key = "attention.head_count";
+        let n_head = match keys.per_layer(key, c.n_layer, MAX_WIDTH)? {
+            None => return Err(keys.wrong(key, "no such key", format!("a number from 1 to {MAX_WIDTH}"))),
             Some(all) if all.iter().any(|n| *n != all[0]) => {
-                Err(keys.unsupported(key, "different numbers", "it has to be one for all layers"))
+                return Err(keys.unsupported(key, "different numbers", "it has to be one for all layers"));
             }
-            Some(all) => Ok(all[0]),
+            Some(all) => all[0],
         };
-        let n_head = one("attention.head_count")?;
-        let n_head_kv = one("attention.head_count_kv")?;
-        if n_head_kv != 1 {
-            return Err(keys.wrong("attention.head_count_kv", n_head_kv, "1: all heads read one row"));
+        let key = "attention.head_count_kv";
+        let n_head_kv = keys
+            .per_layer_from(0, key, c.n_layer, MAX_WIDTH)?
+            .ok_or_else(|| keys.wrong(key, "no such key", "1: all heads read one row"))?;
+        if let Some((n, _)) = n_head_kv.iter().zip(attends).find(|(n, attends)| **attends && **n != 1) {
+            return Err(keys.wrong(key, n, "1: all heads read one row"));
         }
         for key in ["attention.key_length_mla", "attention.value_length_mla"] {
             if keys.u32(key)?.unwrap_or(0) == 0 {
@@ -144,7 +152,8 @@ impl LatentSpec {
             ));
         }
         // llama.cpp's own way to tell the models with one query projection.
-        let lite = matches!(c.n_layer, 26 | 27) || (c.n_layer == 48 && n_vocab == 128_256);
+        let lite = c.arch.latent == Latent::RowOneQuery
+            || matches!(c.n_layer, 26 | 27) || (c.n_layer == 48 && n_vocab == 128_256);
         let q_rank = match lite {
             true => None,
             false => {
@@ -153,13 +162,16 @@ impl LatentSpec {
                 Some(n).filter(|n| *n > 0).map(|n| keys.in_range(key, n, MAX_WIDTH)).transpose()?
             }
         };
-        let log_mul = keys.f32("rope.scaling.yarn_log_multiplier")?.unwrap_or(0.0) / 0.1;
-        let stretch = (1.0 / rope.freq_scale).ln();
-        if log_mul != 0.0 && rope.ext_factor != 0.0 && rope.freq_scale < 1.0 {
-            // What is computed without the multiplier had its own magnitude cancelled; here both cancel but one.
-            rope.attn_factor /= 1.0 + 0.1 * stretch;
+        let (mut magnitude, has_rope) = (1.0, rope.is_some());
+        if let Some(rope) = rope {
+            let log_mul = keys.f32("rope.scaling.yarn_log_multiplier")?.unwrap_or(0.0) / 0.1;
+            let stretch = (1.0 / rope.freq_scale).ln();
+            if log_mul != 0.0 && rope.ext_factor != 0.0 && rope.freq_scale < 1.0 {
+                // What is computed without the multiplier had its own magnitude cancelled; here both cancel but one.
+                rope.attn_factor /= 1.0 + 0.1 * stretch;
+            }
+            magnitude = rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + 0.1 * log_mul * stretch);
         }
-        let magnitude = rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + 0.1 * log_mul * stretch);
         let spec = LatentSpec {
             n_head: n_head as usize,
             rank: rank as usize,
@@ -168,7 +180,7 @@ impl LatentSpec {
             head_v: head_v as usize,
             q_rank: q_rank.map(|n| n as usize),
             scale: magnitude * magnitude / (head_k as f32).sqrt(),
-            rope: 0,
+            rope: has_rope.then_some(0),
         };
         Ok(vec![spec; c.n_layer as usize])
     }

@@ -9,7 +9,7 @@ mod window;
 pub(crate) use keys::{Keys, MAX_WIDTH};
 
 use crate::Error;
-use crate::arch::{self, Arch, Layout, Multipliers, NormKind, Presence, Recurrence, SharedKv};
+use crate::arch::{self, Arch, Latent, Layout, Multipliers, NormKind, Presence, Recurrence, SharedKv};
 use crate::layer::altup::{ALTUP, AltUpSpec};
 use crate::layer::attention::AttentionSpec;
 use crate::layer::delta::DeltaSpec;
@@ -142,13 +142,19 @@ impl Spec {
             None => DenseSpec::read(&common)?.into_iter().map(FeedForward::from_dense).collect(),
         };
         let mrope = rotation::sections(&common)?;
-        let (mixers, ropes) = if arch.latent {
+        let mixes = recurrent::read(&common)?;
+        let attends: Vec<bool> = mixes.iter().map(|l| l.attends).collect();
+        let (mixers, ropes) = if arch.latent != Latent::No {
             let row = keys.size("attention.key_length", MAX_WIDTH)?;
             let mut ropes = rotation::read(&common, row, None, mrope)?;
-            let all = LatentSpec::read(&common, n_vocab, &mut ropes[0])?;
-            (all.into_iter().map(Mixer::Latent).collect(), ropes)
+            let all = LatentSpec::read(&common, n_vocab, ropes.first_mut(), &attends)?;
+            (mixers(&common, &mixes, all.into_iter().map(Mixer::Latent).collect())?, ropes)
         } else {
-            let mixers = mixers(&common, windows.is_some(), &windowed)?;
+            let mut attention = Vec::new();
+            if attends.contains(&true) {
+                attention = AttentionSpec::read(&common, windows.is_some(), &windowed, &attends)?;
+            }
+            let mixers = mixers(&common, &mixes, attention.into_iter().map(Mixer::Attention).collect())?;
             let first = |windowed: bool| {
                 let mut all = mixers.iter().filter_map(Mixer::attention);
                 all.find(|a| a.windowed == windowed).map(|a| a.head_k as u32)
@@ -206,29 +212,22 @@ impl Spec {
     }
 }
 
-/// What mixes the positions of each layer.
-fn mixers(common: &Common<'_>, has_window: bool, windowed: &dyn Fn(usize) -> bool) -> Result<Vec<Mixer>, Error> {
-    let layers = recurrent::read(common)?;
+/// What mixes the positions of each layer, those of `attention` in the layers that attend.
+fn mixers(common: &Common<'_>, layers: &[recurrent::Mixes], attention: Vec<Mixer>) -> Result<Vec<Mixer>, Error> {
     let mut state = None;
     if let Some(kind) = common.arch.recurrence.filter(|_| layers.iter().any(|l| l.recurrent)) {
         state = Some(match kind {
-            Recurrence::DeltaNet { .. } => Mixer::Delta(DeltaSpec::read(common)?),
+            Recurrence::DeltaNet { .. } | Recurrence::Kda => Mixer::Delta(DeltaSpec::read(common)?),
             Recurrence::ShortConv => Mixer::ShortConv(ShortConvSpec::read(common)?),
             Recurrence::Mamba | Recurrence::Mamba2 { .. } => Mixer::Mamba(MambaSpec::read(common)?),
         });
-    }
-    let attends: Vec<bool> = layers.iter().map(|l| l.attends).collect();
-    let mut attention = Vec::new();
-    if attends.contains(&true) {
-        attention = AttentionSpec::read(common, has_window, windowed, &attends)?;
     }
     let mixer = |(i, of): (usize, &recurrent::Mixes)| {
         let attention = attention.get(i).filter(|_| of.attends);
         match (attention, state.as_ref().filter(|_| of.recurrent)) {
             (None, None) => Mixer::None,
-            (Some(a), None) => Mixer::Attention(a.clone()),
-            (None, Some(state)) => state.clone(),
-            (Some(a), Some(Mixer::Mamba(s))) => Mixer::Beside(a.clone(), s.clone()),
+            (Some(one), None) | (None, Some(one)) => one.clone(),
+            (Some(Mixer::Attention(a)), Some(Mixer::Mamba(s))) => Mixer::Beside(a.clone(), s.clone()),
             (Some(_), Some(_)) => unreachable!("no architecture has another state beside attention in one layer"),
         }
     };
@@ -336,7 +335,7 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
         ("rope.scaling.yarn_log_multiplier", 0.0),
     ];
     // The multiplier of latent attention is read with its scale.
-    let read = |key: &str| arch.yarn_keys || arch.latent && key == "rope.scaling.yarn_log_multiplier";
+    let read = |key: &str| arch.yarn_keys || arch.latent != Latent::No && key == "rope.scaling.yarn_log_multiplier";
     for (key, default) in betas.into_iter().filter(|(key, _)| !read(key)) {
         if let Some(v) = keys.f32(key)?.filter(|v| *v != default) {
             return Err(keys.unsupported(key, v, differ));
