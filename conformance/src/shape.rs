@@ -70,7 +70,9 @@ fn window_rule(arch: &str, n_layer: usize) -> Option<(Option<usize>, usize)> {
         "gemma4" => Some((None, 0)),
         "gemma3n" => Some((None, 5)),
         "gpt-oss" => Some((None, 2)),
-        "mellum" => Some((None, 4)),
+        "mellum" | "smallthinker" => Some((None, 4)),
+        // Chunks.
+        "llama4" => Some((Some(8192), 4)),
         "olmo2" | "cohere2" => Some((None, 4)),
         "plamo3" => Some((None, 8)),
         "exaone4" if n_layer == 64 => Some((Some(4096), 4)),
@@ -109,6 +111,8 @@ impl Shape {
             Some((default, _)) => number("attention.sliding_window")?.or(default).filter(|&n| n > 0),
             None => None,
         };
+        // Whatever it says.
+        let window = window.map(|n| if arch == "smallthinker" { 4096 } else { n });
         let pattern = key("attention.sliding_window_pattern");
         let mut sliding = match (model.get(&pattern), window) {
             (_, None) => vec![false; n_layer],
@@ -119,7 +123,8 @@ impl Shape {
             (value, _) => {
                 let period = value.and_then(|v| v.as_integer()).map(|n| n as usize);
                 let period = period.or(rule.map(|(_, period)| period)).unwrap_or(0);
-                (0..n_layer).map(|il| period == 0 || il % period < period - 1).collect()
+                let full = if arch == "smallthinker" { 0 } else { period.saturating_sub(1) };
+                (0..n_layer).map(|il| period == 0 || il % period != full).collect()
             }
         };
         let several = match model.get(&key("rope.dimension_sections")) {
@@ -233,7 +238,8 @@ impl Shape {
             recurrent,
             type_k: o.type_k,
             type_v: o.type_v,
-            v_trans: !o.flash_attn,
+            // Servers run Grok without flash attention, whatever they are told.
+            v_trans: !o.flash_attn || self.arch == "grok",
             cell_ext: self.cell_ext,
             swa_full: o.swa_full,
             n_stream: o.n_stream,

@@ -1,6 +1,7 @@
 //! What the kernels are compared with: the plainest possible code, in double precision, over whole matrices.
 
 use crate::catalogue::{Layout, Spec, Type};
+use crate::host::attention::Window;
 use crate::host::blocks;
 use crate::pack::{self, bfp16, blocked, q4nx};
 use crate::weight::{ActKind, WeightView};
@@ -71,7 +72,7 @@ fn rounded_sums(weight: &WeightView<'_>, n: usize, row: &[f32]) -> f64 {
     blocks.sum()
 }
 
-/// Attention of one head: `q[i]` at position `first + i` over `keys` and `values`, causal, with a window. The sink is one
+/// Attention of one head: `q[i]` at position `first + i` over `keys` and `values`, causal, with a window of the last positions or of chunks. The sink is one
 /// more score, without a value.
 pub fn attention(
     q: &[Vec<f32>],
@@ -79,14 +80,18 @@ pub fn attention(
     keys: &[Vec<f32>],
     values: &[Vec<f32>],
     scale: f64,
-    window: Option<usize>,
+    window: Option<Window>,
     sink: Option<f64>,
 ) -> Vec<Vec<f64>> {
     q.iter()
         .enumerate()
         .map(|(i, q)| {
             let at = first + i;
-            let low = window.map_or(0, |w| (at + 1).saturating_sub(w));
+            let low = match window {
+                None => 0,
+                Some(Window::Last(w)) => (at + 1).saturating_sub(w),
+                Some(Window::Chunk(w)) => at - at % w,
+            };
             let dot = |k: &[f32]| q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() * scale;
             let scores: Vec<f64> = keys[low..=at].iter().map(|k| dot(k)).collect();
             let max = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);

@@ -5,6 +5,7 @@
 //! of activations itself must agree exactly, except where a quotient falls on a tie (one step in one value).
 
 use npu_kernels::host::acts::Activations;
+use npu_kernels::host::attention::Window::{self, Chunk, Last};
 use npu_kernels::host::attention::{HeadCache, Products, Scratch, Task};
 use npu_kernels::host::blocks;
 use npu_kernels::host::gemm::{GroupedJob, Job, Part, gemm, gemm_grouped};
@@ -317,7 +318,7 @@ fn check_attention(
     [hk, hv]: [usize; 2],
     first: usize,
     rows: usize,
-    window: Option<usize>,
+    window: Option<Window>,
     sink: Option<f32>,
 ) {
     let mut rng = Rng((hk * 7919 + first * 31 + rows) as u64 | 1);
@@ -360,7 +361,15 @@ fn attention_agrees_with_the_oracle() {
         for (hk, hv) in [(64, 64), (32, 32), (80, 80), (256, 256), (20, 12), (1, 1)] {
             for first in [0, 1, 5, 15, 16, 250, 256, 300, 700] {
                 for rows in [1, 7, TILE_ROWS] {
-                    for window in [None, Some(1), Some(8), Some(64), Some(500)] {
+                    for window in [
+                        None,
+                        Some(Last(1)),
+                        Some(Last(8)),
+                        Some(Last(64)),
+                        Some(Last(500)),
+                        Some(Chunk(5)),
+                        Some(Chunk(64)),
+                    ] {
                         check_attention(isa, products, [hk, hv], first, rows, window, None);
                     }
                 }
@@ -448,7 +457,7 @@ fn sinks_join_the_sum_of_weights() {
     for (isa, products) in every_attention() {
         for sink in [-60.0, -1.5, 0.0, 2.0, 40.0] {
             for (first, rows) in [(0, 1), (0, TILE_ROWS), (5, 7), (300, TILE_ROWS)] {
-                for window in [None, Some(1), Some(8)] {
+                for window in [None, Some(Last(1)), Some(Last(8)), Some(Chunk(8))] {
                     check_attention(isa, products, [64, 64], first, rows, window, Some(sink));
                     check_attention(isa, products, [20, 12], first, rows, window, Some(sink));
                 }

@@ -136,6 +136,26 @@ impl HeadCache {
     }
 }
 
+/// What a row sees of the positions up to its own.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Window {
+    /// The last so many, its own included.
+    Last(usize),
+    /// Those in its own of the chunks of so many that positions are cut into (Llama 4).
+    Chunk(usize),
+}
+
+impl Window {
+    /// The first position that the row at position `row` sees. It never falls from one row to the next.
+    #[inline(always)]
+    pub fn low(self, row: usize) -> usize {
+        match self {
+            Window::Last(n) => (row + 1).saturating_sub(n),
+            Window::Chunk(n) => row / n * n,
+        }
+    }
+}
+
 /// Up to [`TILE_ROWS`] query rows of one head, at consecutive positions.
 pub struct Task<'a> {
     /// Row `i`'s query starts at `i * q_stride`.
@@ -152,8 +172,8 @@ pub struct Task<'a> {
     pub softcap: Option<f32>,
     /// What a score loses for each position between query and key (ALiBi), by the distance as an f16 holds it.
     pub slope: f32,
-    /// A row at position p sees keys p - window + 1 to p; all of them without a window.
-    pub window: Option<usize>,
+    /// What rows see; everything up to themselves without a window.
+    pub window: Option<Window>,
     /// The head's sink: a score that joins the sum of weights and has no value.
     pub sink: Option<f32>,
     /// Keys and values.
@@ -198,7 +218,7 @@ pub struct Heads<'a> {
     /// [`Task::slope`] of each query head; none at all for no penalty.
     pub slopes: &'a [f32],
     /// See [`Task::window`].
-    pub window: Option<usize>,
+    pub window: Option<Window>,
     /// One per query head, in models that have them; see [`Task::sink`].
     pub sinks: Option<&'a [f32]>,
     /// `[row][n_head * head_v]` results.

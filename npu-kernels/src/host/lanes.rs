@@ -395,7 +395,7 @@ fn attend_by<const FMA: bool>(
     let mut sum = [0f32; TILE_ROWS];
     let last = task.first + rows - 1;
     // The first row sees the furthest back.
-    let oldest = task.window.map_or(0, |w| (task.first + 1).saturating_sub(w));
+    let oldest = task.window.map_or(0, |w| w.low(task.first));
     let mut k0 = oldest / PANEL_COLS * PANEL_COLS;
     while k0 <= last {
         let groups = (last + 1 - k0).min(BLOCK).div_ceil(PANEL_COLS);
@@ -417,11 +417,11 @@ fn attend_by<const FMA: bool>(
                         }
                     }
                 }
-                let all_visible = key + PANEL_COLS <= task.first + 1 && task.window.is_none_or(|w| key + w > last);
+                let all_visible = key + PANEL_COLS <= task.first + 1 && task.window.is_none_or(|w| key >= w.low(last));
                 if !all_visible {
                     for (i, line) in acc.iter_mut().enumerate() {
                         let row = task.first + i.min(rows - 1);
-                        let low = task.window.map_or(0, |w| (row + 1).saturating_sub(w));
+                        let low = task.window.map_or(0, |w| w.low(row));
                         for (l, v) in line.iter_mut().enumerate() {
                             if key + l > row || key + l < low {
                                 *v = f32::NEG_INFINITY;

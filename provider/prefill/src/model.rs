@@ -134,7 +134,7 @@ impl<'g> Model<'g> {
             recurrent,
             type_k: params.type_k,
             type_v: params.type_v,
-            v_trans: params.v_trans,
+            v_trans: params.v_trans || self.spec.arch.never_flash,
             cell_ext: self.spec.mrope,
             swa_full: params.swa_full,
             n_stream: params.n_stream,

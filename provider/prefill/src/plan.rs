@@ -62,6 +62,8 @@ pub enum Input {
     FeedForward,
     /// The router of a mixture beside a plain network.
     Router,
+    /// A router that comes before everything else in a layer: the stream as it is.
+    FirstRouter,
     /// The experts of such a mixture.
     Experts,
     /// What weighs the layer's part of a second embedding; that is the stream as it is, or times factors.
@@ -123,8 +125,9 @@ impl Command {
     /// What it spends its time on.
     pub fn work(&self) -> Work {
         match &self.op {
-            Op::Attention(AttentionOp::Qkv { .. } | AttentionOp::Out { .. }) => Work::Gemm,
+            Op::Attention(AttentionOp::StoreKv) => Work::Other,
             Op::Attention(AttentionOp::Attend { .. }) | Op::Latent(LatentOp::AttendLatent { .. }) => Work::Attention,
+            Op::Attention(_) => Work::Gemm,
             Op::Latent(LatentOp::StoreLatent) => Work::Other,
             Op::Latent(_) => Work::Gemm,
             Op::Dense(DenseOp::GateUp { .. } | DenseOp::Up { .. } | DenseOp::Down { .. }) => Work::Gemm,
@@ -171,6 +174,9 @@ impl Plan {
                     .collect();
             }
             let mut ops = Vec::new();
+            if !last {
+                ops.extend(l.ffn.first_ops(spec));
+            }
             ops.extend(spec.altup.map(|a| a.predict(spec)));
             ops.push(Op::Norm(Input::Mixer));
             if !last {
@@ -183,6 +189,7 @@ impl Plan {
                     return ops;
                 }
                 ops.extend(match l.ffn_input {
+                    _ if l.ffn.beside_mixer(spec) => vec![Op::Norm(Input::Experts), Op::Join(Half::Mixer)],
                     FfnInput::AfterMixer if spec.altup.is_some() => {
                         vec![Op::Join(Half::Mixer), Op::AltUp(AltUpOp::JoinLaurel), Op::Norm(Input::FeedForward)]
                     }

@@ -2,8 +2,9 @@
 
 use super::experts::{GEMMA4_EXPERTS, LLAMA_EXPERTS};
 use super::{
-    Activation, Alibi, Arch, AttnScale, FfnShape, Latent, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing, PerLayer,
-    Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, WindowRope, WindowRule,
+    Activation, Alibi, Arch, AttnScale, FfnShape, Latent, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing,
+    PerLayer, Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, TemperatureRule, WindowForm, WindowRope,
+    WindowRule,
 };
 
 /// Norms before both halves.
@@ -12,6 +13,8 @@ pub(super) const BEFORE: Norms = Norms { mixer: Some("attn_norm"), ffn: Some("ff
 pub(super) const SHARED: Norms = Norms { ffn: None, ..BEFORE };
 /// Norms after the halves only.
 pub(super) const AFTER: Norms = Norms { mixer: None, ffn: None, weights: true };
+/// Norms after the halves.
+pub(super) const POST_NORMS: [&str; 2] = ["post_attention_norm", "post_ffw_norm"];
 /// RMS norms of heads, before RoPE.
 pub(super) const HEAD_NORM: QkNorm = QkNorm { over: Over::Head, kind: NormKind::Rms, after_rope: false };
 
@@ -27,7 +30,8 @@ pub(super) const LLAMA: Arch = Arch {
     other_bias: Presence::Optional,
     qk_norm: Presence::Never,
     qk_norm_rule: HEAD_NORM,
-    post_norms: false,
+    plain_qk_norm: None,
+    post_norms: None,
     scaled_embedding: false,
     embedding_norm: false,
     positions: Presence::Never,
@@ -42,6 +46,7 @@ pub(super) const LLAMA: Arch = Arch {
     rope: RopeRule::All,
     mrope: Mrope::None,
     attn_scale: AttnScale::Head,
+    never_flash: false,
     softcap: None,
     alibi: Alibi::None,
     clamp: false,
@@ -52,8 +57,9 @@ pub(super) const LLAMA: Arch = Arch {
     altup: false,
     sparse_gates: None,
     out_scale: Presence::Never,
-    temperature: false,
+    temperature: TemperatureRule::No,
     yarn_keys: false,
+    yarn_beta_fast: 32.0,
     sinks: false,
     latent: Latent::No,
     experts: None,
@@ -87,10 +93,16 @@ const GEMMA3: Arch = Arch {
     qkv_bias: Presence::Never,
     other_bias: Presence::Never,
     qk_norm: Presence::Required,
-    post_norms: true,
+    post_norms: Some(POST_NORMS),
     scaled_embedding: true,
     activation: Activation::Gelu,
-    window: Some(WindowRule { period: 6, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
+    window: Some(WindowRule {
+        period: 6,
+        default: None,
+        only_at_layers: None,
+        rope: WindowRope::Own(10000.0),
+        form: WindowForm::Last,
+    }),
     partial_rope: true,
     attn_scale: AttnScale::EmbdAtLayers(62),
     examples: "Gemma 3 270M-27B, text",
@@ -103,10 +115,21 @@ pub(super) const TABLE: &[Arch] = &[
     Arch {
         name: "mistral3",
         long_factors: true,
-        temperature: true,
+        temperature: TemperatureRule::Key,
         yarn_keys: true,
         examples: "Ministral 3, Mistral Small 3.x, Devstral",
         ..LLAMA
+    },
+    Arch {
+        name: "minicpm3",
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        multipliers: Multipliers::MiniCpm3,
+        partial_rope: true,
+        long_factors: true,
+        latent: Latent::Heads,
+        examples: "MiniCPM3 4B",
+        ..NEOX
     },
     Arch { name: "qwen2", other_bias: Presence::Never, examples: "Qwen2, Qwen2.5, Qwen2.5-Coder", ..NEOX },
     Arch {
@@ -141,10 +164,16 @@ pub(super) const TABLE: &[Arch] = &[
     },
     Arch {
         name: "gemma2",
-        post_norms: true,
+        post_norms: Some(POST_NORMS),
         scaled_embedding: true,
         activation: Activation::Gelu,
-        window: Some(WindowRule { period: 2, default: Some(4096), only_at_layers: None, rope: WindowRope::Same }),
+        window: Some(WindowRule {
+            period: 2,
+            default: Some(4096),
+            only_at_layers: None,
+            rope: WindowRope::Same,
+            form: WindowForm::Last,
+        }),
         partial_rope: true,
         attn_scale: AttnScale::EmbdAtLayers(46),
         softcap: Some(50.0),
@@ -159,6 +188,7 @@ pub(super) const TABLE: &[Arch] = &[
             default: None,
             only_at_layers: None,
             rope: WindowRope::OwnHeads(10000.0),
+            form: WindowForm::Last,
         }),
         rope_factors: true,
         attn_scale: AttnScale::One,
@@ -173,7 +203,13 @@ pub(super) const TABLE: &[Arch] = &[
     },
     Arch {
         name: "gemma3n",
-        window: Some(WindowRule { period: 5, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
+        window: Some(WindowRule {
+            period: 5,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Own(10000.0),
+            form: WindowForm::Last,
+        }),
         attn_scale: AttnScale::One,
         value_norm: true,
         shared_kv: SharedKv::From(20),
@@ -212,10 +248,16 @@ pub(super) const TABLE: &[Arch] = &[
     Arch {
         name: "olmo2",
         norms: AFTER,
-        post_norms: true,
+        post_norms: Some(POST_NORMS),
         qk_norm: Presence::Required,
         qk_norm_rule: QkNorm { over: Over::Row, ..HEAD_NORM },
-        window: Some(WindowRule { period: 4, default: None, only_at_layers: None, rope: WindowRope::Unscaled }),
+        window: Some(WindowRule {
+            period: 4,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Unscaled,
+            form: WindowForm::Last,
+        }),
         examples: "OLMo 2, OLMo 3",
         ..NEOX
     },
@@ -236,7 +278,13 @@ pub(super) const TABLE: &[Arch] = &[
         norm: NormKind::Layer,
         norms: SHARED,
         layout: Layout::Parallel,
-        window: Some(WindowRule { period: 4, default: None, only_at_layers: None, rope: WindowRope::Shared }),
+        window: Some(WindowRule {
+            period: 4,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Shared,
+            form: WindowForm::Last,
+        }),
         rope: RopeRule::Windowed,
         rope_factors: false,
         partial_rope: true,
@@ -247,9 +295,15 @@ pub(super) const TABLE: &[Arch] = &[
     Arch {
         name: "exaone4",
         norms: AFTER,
-        post_norms: true,
+        post_norms: Some(POST_NORMS),
         qk_norm: Presence::Required,
-        window: Some(WindowRule { period: 4, default: Some(4096), only_at_layers: Some(64), rope: WindowRope::Shared }),
+        window: Some(WindowRule {
+            period: 4,
+            default: Some(4096),
+            only_at_layers: Some(64),
+            rope: WindowRope::Shared,
+            form: WindowForm::Last,
+        }),
         rope: RopeRule::Windowed,
         rope_factors: true,
         examples: "EXAONE 4.0 1.2B, 32B",
@@ -257,7 +311,7 @@ pub(super) const TABLE: &[Arch] = &[
     },
     Arch {
         name: "glm4",
-        post_norms: true,
+        post_norms: Some(POST_NORMS),
         ffn: FfnShape::Fused,
         mrope: Mrope::Sections,
         rope_factors: false,
@@ -402,10 +456,16 @@ pub(super) const TABLE: &[Arch] = &[
     },
     Arch {
         name: "plamo3",
-        post_norms: true,
+        post_norms: Some(POST_NORMS),
         qk_norm: Presence::Required,
         ffn: FfnShape::Fused,
-        window: Some(WindowRule { period: 8, default: None, only_at_layers: None, rope: WindowRope::Own(10000.0) }),
+        window: Some(WindowRule {
+            period: 8,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Own(10000.0),
+            form: WindowForm::Last,
+        }),
         partial_rope: true,
         examples: "PLaMo 3 2B-31B",
         ..NEOX

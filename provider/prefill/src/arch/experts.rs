@@ -5,8 +5,8 @@
 
 use super::dense::{BEFORE, HEAD_NORM, LLAMA};
 use super::{
-    Arch, AttnScale, Latent, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm, RopeRule, WindowRope,
-    WindowRule,
+    Activation, Arch, AttnScale, Latent, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm,
+    RopeRule, TemperatureRule, WindowForm, WindowRope, WindowRule,
 };
 use crate::route::Gating;
 
@@ -37,15 +37,42 @@ pub struct ExpertRule {
     pub fused: bool,
     /// `leading_dense_block_count` is read: the first layers have plain networks.
     pub leading_dense: bool,
-    /// `interleave_moe_layer_step` is read, and has to be 1.
-    pub every_layer: bool,
+    /// Which layers have a mixture, of those behind the leading ones.
+    pub step: Step,
     /// What the gates go through.
     pub gate: ExpertGate,
-    /// A layer has a plain network beside its mixture, each with norms of its own, and the router has an input of its own.
-    /// Layers without a router have the plain network only.
-    pub beside: bool,
+    /// A plain network beside the mixture.
+    pub beside: Beside,
+    /// The router reads the residual stream as the layer finds it.
+    pub router_first: bool,
     /// Weights multiply inputs, and the choice is by the router's outputs themselves.
     pub weights_first: bool,
+}
+
+/// Which layers have a mixture.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Step {
+    /// All.
+    All,
+    /// All; `interleave_moe_layer_step` is read, and has to be 1.
+    One,
+    /// The last of every `interleave_moe_layer_step`; the others have plain networks.
+    Key,
+}
+
+/// Whether a layer has a plain network beside its mixture, and how the two are joined.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Beside {
+    /// It has none.
+    No,
+    /// Each has norms of its own before and behind it, and the router has an input of its own. Layers without a router have the
+    /// plain network only (Gemma 4).
+    Norms,
+    /// The mixture reads the residual stream without the attention's output, through a norm of its own; the plain network is as
+    /// wide as an embedding (Arctic).
+    BesideMixer,
+    /// Both read the same; their sum is divided by the square root of 2. Layers without the network have the mixture only (Grok).
+    Mean,
 }
 
 /// Where the gating comes from.
@@ -76,6 +103,8 @@ pub enum Width {
         /// Where that is missing, `feed_forward_length` shared by the experts in use.
         or_share: bool,
     },
+    /// `expert_feed_forward_length`, or `feed_forward_length`.
+    OwnOrPlain,
 }
 
 /// Whether there is a shared expert, and its width.
@@ -93,6 +122,8 @@ pub enum SharedRule {
     CountIfAny,
     /// `expert_shared_feed_forward_length` or an expert's, `expert_shared_count` times.
     CountOfWidth,
+    /// An expert's.
+    One,
 }
 
 /// What the gates go through.
@@ -134,9 +165,10 @@ const MIXTRAL: ExpertRule = ExpertRule {
     biases: Presence::Never,
     fused: false,
     leading_dense: false,
-    every_layer: false,
+    step: Step::All,
     gate: ExpertGate::Silu,
-    beside: false,
+    beside: Beside::No,
+    router_first: false,
     weights_first: false,
 };
 
@@ -173,8 +205,13 @@ pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
 /// Granite's: a shared expert where its width says so.
 pub(super) const GRANITE_EXPERTS: ExpertRule = ExpertRule { shared: SharedRule::Width, ..MIXTRAL };
 /// Gemma 4's, in the models that have experts.
-pub(super) const GEMMA4_EXPERTS: ExpertRule =
-    ExpertRule { width: Width::Own { or_share: false }, fused: true, gate: ExpertGate::Gelu, beside: true, ..MIXTRAL };
+pub(super) const GEMMA4_EXPERTS: ExpertRule = ExpertRule {
+    width: Width::Own { or_share: false },
+    fused: true,
+    gate: ExpertGate::Gelu,
+    beside: Beside::Norms,
+    ..MIXTRAL
+};
 
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[
@@ -210,7 +247,13 @@ pub(super) const TABLE: &[Arch] = &[
         rope_factors: false,
         sinks: true,
         norms: POST_ATTENTION,
-        window: Some(WindowRule { period: 2, default: None, only_at_layers: None, rope: WindowRope::Same }),
+        window: Some(WindowRule {
+            period: 2,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Same,
+            form: WindowForm::Last,
+        }),
         experts: Some(&ExpertRule {
             gating: GatingRule::Fixed(Gating::SoftmaxOfChosen),
             normalise: Setting::Fixed(false),
@@ -247,7 +290,7 @@ pub(super) const TABLE: &[Arch] = &[
             shared: SharedRule::Width,
             selection_bias: Presence::Optional,
             leading_dense: true,
-            every_layer: true,
+            step: Step::One,
             ..OWN
         }),
         examples: "ERNIE 4.5 21B-A3B, 300B-A47B",
@@ -338,7 +381,13 @@ pub(super) const TABLE: &[Arch] = &[
         other_bias: Presence::Never,
         qk_norm: Presence::Required,
         rope_factors: false,
-        window: Some(WindowRule { period: 4, default: None, only_at_layers: None, rope: WindowRope::Unscaled }),
+        window: Some(WindowRule {
+            period: 4,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Unscaled,
+            form: WindowForm::Last,
+        }),
         experts: Some(&OWN),
         examples: "Mellum 2",
         ..LLAMA
@@ -383,6 +432,74 @@ pub(super) const TABLE: &[Arch] = &[
         partial_rope: true,
         experts: Some(&ExpertRule { shared: SharedRule::CountOfWidth, ..DEEPSEEK3 }),
         examples: "Ling 2.0, Ring 2.0",
+        ..LLAMA
+    },
+    Arch {
+        name: "llama4",
+        other_bias: Presence::Never,
+        plain_qk_norm: Some(128),
+        qk_norm_rule: QkNorm { after_rope: true, ..HEAD_NORM },
+        window: Some(WindowRule {
+            period: 4,
+            default: Some(8192),
+            only_at_layers: None,
+            rope: WindowRope::Same,
+            form: WindowForm::Chunks(8192),
+        }),
+        rope: RopeRule::NotEvery(4),
+        attn_scale: AttnScale::Key,
+        temperature: TemperatureRule::WithoutRope,
+        experts: Some(&ExpertRule {
+            gating: GatingRule::Fixed(Gating::Sigmoid),
+            normalise: Setting::Fixed(false),
+            shared: SharedRule::One,
+            step: Step::Key,
+            weights_first: true,
+            ..OWN
+        }),
+        examples: "Llama 4 Scout, Maverick, text",
+        ..LLAMA
+    },
+    Arch {
+        name: "smallthinker",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        rope_factors: false,
+        window: Some(WindowRule {
+            period: 4,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Same,
+            form: WindowForm::FixedFullFirst(4096),
+        }),
+        rope: RopeRule::NotFirstOf(4),
+        experts: Some(&ExpertRule { gating: GatingRule::Key(None), gate: ExpertGate::Relu, router_first: true, ..OWN }),
+        examples: "SmallThinker 4B-A0.6B, 21B-A3B",
+        ..LLAMA
+    },
+    Arch {
+        name: "arctic",
+        other_bias: Presence::Never,
+        rope_factors: false,
+        experts: Some(&ExpertRule { beside: Beside::BesideMixer, ..ALWAYS }),
+        examples: "Snowflake Arctic",
+        ..LLAMA
+    },
+    Arch {
+        name: "grok",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        post_norms: Some(["attn_output_norm", "layer_output_norm"]),
+        multipliers: Multipliers::Grok,
+        attn_scale: AttnScale::Output,
+        never_flash: true,
+        softcap: Some(30.0),
+        activation: Activation::Gelu,
+        rope_factors: false,
+        yarn_keys: true,
+        yarn_beta_fast: 8.0,
+        experts: Some(&ExpertRule { width: Width::OwnOrPlain, gate: ExpertGate::Gelu, beside: Beside::Mean, ..ALWAYS }),
+        examples: "Grok 1, Grok 2",
         ..LLAMA
     },
     Arch {

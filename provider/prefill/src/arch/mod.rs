@@ -114,6 +114,8 @@ pub enum AttnScale {
     EmbdAtLayers(u32),
     /// 1/head size.
     Inverse,
+    /// What the key `attention.output_scale` says, 0.088388346 without it.
+    Output,
     /// 1: the norms of queries and keys have taken care of it.
     One,
 }
@@ -127,6 +129,10 @@ pub enum Multipliers {
     Keys,
     /// The same; without the keys 12 and 1.4 / sqrt(layers).
     MiniCpm,
+    /// These numbers, whatever the keys say.
+    MiniCpm3,
+    /// Of embeddings alone; without the key 78.38367.
+    Grok,
 }
 
 /// Where positions turn into numbers.
@@ -138,6 +144,8 @@ pub enum RopeRule {
     Never,
     /// In all but every n-th.
     NotEvery(u32),
+    /// In all but the first of every n; in all where the model has no window, or n layers.
+    NotFirstOf(u32),
     /// In layers with a window; in all where the model has no window.
     Windowed,
     /// In all, or in none where `rope.scaling.finetuned` is false.
@@ -191,6 +199,8 @@ pub enum Latent {
     Row,
     /// The row. Queries come in one projection.
     RowOneQuery,
+    /// The keys and values of every head that the row is widened to (MiniCPM 3).
+    Heads,
 }
 
 /// RoPE whose pairs belong to several positions, of which text has only one.
@@ -231,8 +241,11 @@ pub struct Arch {
     pub qk_norm: Presence,
     /// How they are normed.
     pub qk_norm_rule: QkNorm,
-    /// Norms after attention and after the feed-forward network, before each is added to the residual.
-    pub post_norms: bool,
+    /// Query and key heads of layers that have RoPE are normed behind it by a norm without weights, but in models of so many
+    /// experts.
+    pub plain_qk_norm: Option<u32>,
+    /// Norms after attention and after the feed-forward network, before each is added to the residual, by their tensors' names.
+    pub post_norms: Option<[&'static str; 2]>,
     /// Embeddings are multiplied by the square root of their length.
     pub scaled_embedding: bool,
     /// A norm of the embeddings, `token_embd_norm`.
@@ -261,6 +274,8 @@ pub struct Arch {
     pub mrope: Mrope,
     /// What scores are multiplied by.
     pub attn_scale: AttnScale,
+    /// Servers run it without flash attention, whatever they are told.
+    pub never_flash: bool,
     /// Scores go through a soft cap: `attn_logit_softcapping`, or this.
     pub softcap: Option<f32>,
     /// A penalty on distance.
@@ -281,10 +296,12 @@ pub struct Arch {
     pub sparse_gates: Option<(u32, f32)>,
     /// A number that everything a layer leaves behind is multiplied by, `layer_output_scale`.
     pub out_scale: Presence,
-    /// Queries grow with their position by `attention.temperature_scale`.
-    pub temperature: bool,
+    /// Queries grow with their position.
+    pub temperature: TemperatureRule,
     /// The keys `rope.scaling.yarn_beta_fast`, `…_slow` and `…_log_multiplier` are read.
     pub yarn_keys: bool,
+    /// `rope.scaling.yarn_beta_fast` where it is not there.
+    pub yarn_beta_fast: f32,
     /// Each head has a sink: a score that joins the softmax and has no value.
     pub sinks: bool,
     /// Keys and values of all heads come from one short row (MLA).
@@ -319,6 +336,30 @@ pub struct WindowRule {
     pub only_at_layers: Option<u32>,
     /// RoPE of the window layers.
     pub rope: WindowRope,
+    /// What the window is like.
+    pub form: WindowForm,
+}
+
+/// What a window is like.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum WindowForm {
+    /// The last positions, as many as the file says.
+    Last,
+    /// The last so many, where the file has a window of any length. Of every n layers the first sees everything, not the last.
+    FixedFullFirst(u32),
+    /// Chunks of so many positions, each of which sees itself alone, whatever the file says but 0.
+    Chunks(u32),
+}
+
+/// How queries grow with their position.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum TemperatureRule {
+    /// They do not.
+    No,
+    /// By `attention.temperature_scale`.
+    Key,
+    /// By a tenth in every 8192 positions, in layers without RoPE (Llama 4).
+    WithoutRope,
 }
 
 /// RoPE of layers with a window.

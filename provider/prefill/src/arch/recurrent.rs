@@ -3,8 +3,8 @@
 use super::dense::{BEFORE, LLAMA, SHARED};
 use super::experts::{ALWAYS, ExpertRule, GRANITE_EXPERTS, KIMI_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width};
 use super::{
-    Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence, RecurrentLayers,
-    RopeRule,
+    Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence,
+    RecurrentLayers, RopeRule,
 };
 
 const QWEN35: Arch = Arch {

@@ -1,8 +1,8 @@
 //! The steps of attention.
 
 use super::{Bad, Host, SCRATCH, Stage, ms};
-use crate::arch::Over;
-use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights};
+use crate::arch::{NormKind, Over};
+use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights, LowRank};
 use crate::model::{Model, rotation, wanted};
 use crate::plan::Command;
 use crate::spec::Spec;
@@ -10,7 +10,7 @@ use crate::weights::{Linear, Norm, distinct};
 use crate::{Error, KvSink};
 use kvlayout::{Part, hadamard};
 use npu_kernels::host::acts::Activations;
-use npu_kernels::host::attention::{HeadCache, Heads, Products, attention};
+use npu_kernels::host::attention::{HeadCache, Heads, Products, Window, attention};
 use npu_kernels::host::recurrent::gates::sigmoid_mul;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
@@ -38,6 +38,10 @@ fn products<K: Kernel>(spec: &Spec, w: &AttentionWeights<'_>) -> Products {
 /// Buffers. Row-major, one row per position of the chunk unless said otherwise.
 pub(super) struct Room {
     q: Slab,
+    /// Where queries, keys and values come from short rows: these, rounded, and keys and values as projected from them.
+    low: [Slab; 2],
+    low_acts: Activations,
+    wide: Slab,
     /// Where queries have gates: both as projected, head by head, and the gates alone.
     q_gates: Slab,
     gates: Slab,
@@ -58,15 +62,24 @@ impl Room {
     pub fn new(model: &Model<'_>, m: usize, n_tokens: usize) -> Room {
         let widest = |f: &dyn Fn(&AttentionSpec) -> usize| kind::layers(model.spec()).map(f).max().unwrap_or(0);
         let out = widest(&|a| a.n_head * a.head_v);
-        let weights = model.weights().layers.iter().filter_map(|l| l.mixer.attention());
+        let weights = || model.weights().layers.iter().filter_map(|l| l.mixer.attention());
+        let low = |f: &dyn Fn(LowRank) -> usize| widest(&|a| a.low_rank.map_or(0, f));
+        let (low_q, low_kv) = (low(&|low| low.q), low(&|low| low.kv + low.n_rot));
         Room {
+            low: [Slab::new(m * low_q), Slab::new(m * low_kv)],
+            low_acts: Activations::new(
+                if low_kv > 0 { m } else { 0 },
+                low_q.max(low_kv),
+                &distinct(weights().flat_map(|w| w.wide_types())),
+            ),
+            wide: Slab::new(if low_kv > 0 { m * widest(&|a| a.n_wide()) } else { 0 }),
             q: Slab::new(m * widest(&|a| a.n_head * a.head_k)),
             q_gates: Slab::new(m * widest(&|a| if a.gated { a.n_q() } else { 0 })),
             gates: Slab::new(m * widest(&|a| if a.gated { a.n_q() / 2 } else { 0 })),
             k: Slab::new(m * widest(&|a| a.n_embd_k())),
             v: Slab::new(m * widest(&|a| a.n_embd_v())),
             attn: Slab::new(m * out),
-            acts: Activations::new(m, out, &distinct(weights.map(|w| w.o.weight.ty()))),
+            acts: Activations::new(m, out, &distinct(weights().map(|w| w.o.weight.ty()))),
             caches: Vec::new(),
             n_tokens,
             tables: vec![Vec::new(); model.spec().ropes.len()],
@@ -91,6 +104,14 @@ impl Room {
         let weights = host.weights(c).mixer.attention().expect("attention layers have attention tensors");
         match op {
             AttentionOp::Qkv { n, .. } => self.qkv(host, stage, c, spec, weights, *n),
+            AttentionOp::Narrow { n, .. } => {
+                let low = weights.low.as_ref().expect("the spec has short rows");
+                let [q, kv] = &mut self.low;
+                let m = c.rows.len();
+                let parts = [(&low.q_a, q, n[0]), (&low.kv_a, kv, n[1])].into_iter().filter(|(.., n)| *n > 0);
+                host.project(&stage.input, parts.map(|(l, out, n)| (l, &mut out[..m * n])).collect());
+            }
+            AttentionOp::Widen { k, n } => self.widen(host, c, spec, weights, *k, *n)?,
             AttentionOp::StoreKv => return self.store_kv(host, c, spec, weights, sink),
             AttentionOp::Attend { window, .. } => self.attend(host, c, spec, weights, *window),
             AttentionOp::Out { .. } => self.out(host, stage, c, spec, weights)?,
@@ -124,6 +145,48 @@ impl Room {
                 gate.copy_from_slice(right);
             }
         }
+    }
+
+    /// Queries, keys and values from short rows.
+    fn widen<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        c: &Command,
+        a: &AttentionSpec,
+        w: &AttentionWeights<'_>,
+        k: [usize; 2],
+        n: [usize; 2],
+    ) -> Result<(), Error> {
+        let (Some(rank), Some(low)) = (a.low_rank, &w.low) else { return Ok(()) };
+        let (m, eps, row) = (c.rows.len(), host.model.spec().eps, rank.kv + rank.n_rot);
+        let parts = [
+            (&self.low[0], rank.q, &low.q_a_norm, &w.q, &mut self.q[..m * n[0]]),
+            (&self.low[1], row, &low.kv_a_norm, &w.k, &mut self.wide[..m * n[1]]),
+        ];
+        for ((rows, stride, norm, linear, out), k) in parts.into_iter().zip(k) {
+            if out.is_empty() {
+                continue;
+            }
+            let bad = Bad::default();
+            self.low_acts.reshape(m, k);
+            self.low_acts.fill(host.kernel, host.pool, |i, row| {
+                host.kernel.rows(|| norm.apply(NormKind::Rms, eps, &rows[i * stride..][..k], row));
+                bad.check(row, c.rows.start + i);
+            });
+            bad.result(c.layer, "the short rows of attention")?;
+            host.project_on_host(&self.low_acts, vec![(linear, out)]);
+        }
+        // Per head keys, then values; the channels that carry the position are the same in all heads.
+        let (keys, values) = (self.k[..m * a.n_embd_k()].chunks_exact_mut(a.head_k), a.head_v);
+        let heads = self.wide[..m * n[1]].chunks_exact(a.rope_from + values);
+        let into = keys.zip(self.v[..m * a.n_embd_v()].chunks_exact_mut(values));
+        for (i, ((key, value), from)) in into.zip(heads).enumerate() {
+            let shared = &self.low[1][i / a.n_head_kv * row + rank.kv..][..rank.n_rot];
+            key[..a.rope_from].copy_from_slice(&from[..a.rope_from]);
+            key[a.rope_from..].copy_from_slice(shared);
+            value.copy_from_slice(&from[a.rope_from..]);
+        }
+        Ok(())
     }
 
     /// Returns the milliseconds that the sink took.
@@ -171,7 +234,8 @@ impl Room {
                 }
                 if let Some((rope, table)) = rope {
                     let (cos, sin) = table[i * rope.n_rot..][..rope.n_rot].split_at(rope.n_rot / 2);
-                    row.chunks_exact_mut(hk).for_each(|head| rowops::rope(head, rope.pairing, cos, sin));
+                    let heads = row.chunks_exact_mut(hk);
+                    heads.for_each(|head| rowops::rope(&mut head[a.rope_from..], rope.pairing, cos, sin));
                 }
                 if let (Some(norm), true) = (norm, rule.after_rope) {
                     normed(row, norm, buffer);
@@ -179,8 +243,8 @@ impl Room {
             });
         };
         let grow = |i: usize, q: &mut [f32]| {
-            if let Some(t) = spec.temperature {
-                let steps = ((c.rows.start + i) as f32 / t.floor as f32).floor();
+            if let Some(t) = spec.temperature.filter(|t| !t.without_rope || rope.is_none()) {
+                let steps = ((c.rows.start + i + t.offset as usize) as f32 / t.floor as f32).floor();
                 let factor = ((f64::from(steps) + 1.0).ln() * f64::from(t.scale) + 1.0) as f32;
                 q.iter_mut().for_each(|v| *v *= factor);
             }
@@ -286,7 +350,7 @@ impl Room {
         c: &Command,
         a: &AttentionSpec,
         w: &AttentionWeights<'_>,
-        window: Option<u32>,
+        window: Option<Window>,
     ) {
         let m = c.rows.len();
         let heads = Heads {
@@ -298,7 +362,7 @@ impl Room {
             scale: a.scale,
             softcap: a.softcap,
             slopes: &a.slopes(),
-            window: window.map(|w| w as usize),
+            window,
             sinks: w.sinks.as_deref(),
             out: &mut self.attn[..m * a.n_head * a.head_v],
         };

@@ -9,7 +9,7 @@ use npu_kernels::host::{Kernel, Slab};
 
 /// Buffers.
 pub(super) struct Room {
-    /// The plain network's output, one row per position of the chunk.
+    /// The output of the one that comes first, one row per position of the chunk.
     kept: Slab,
 }
 
@@ -29,10 +29,23 @@ impl Room {
                 let out = &stage.out;
                 let mut rows: Vec<&mut [f32]> = self.kept[..m * e].chunks_exact_mut(e).collect();
                 host.pool.for_each_mut(&mut rows, |i, row| {
-                    kernel.rows(|| w.dense_norm.apply(NormKind::Rms, eps, &out[i * e..][..e], row));
+                    let out = &out[i * e..][..e];
+                    match &w.dense_norm {
+                        Some(norm) => kernel.rows(|| norm.apply(NormKind::Rms, eps, out, row)),
+                        None => row.copy_from_slice(out),
+                    }
                 });
             }
-            BothOp::Sum => host.norm_and_add(&w.experts_norm, &mut stage.out[..m * e], &self.kept),
+            BothOp::Sum | BothOp::Mean => {
+                if let Some(norm) = &w.experts_norm {
+                    return host.norm_and_add(norm, &mut stage.out[..m * e], &self.kept);
+                }
+                let (kept, by) = (&self.kept, if *op == BothOp::Mean { std::f32::consts::FRAC_1_SQRT_2 } else { 1.0 });
+                let mut rows: Vec<&mut [f32]> = stage.out[..m * e].chunks_exact_mut(e).collect();
+                host.pool.for_each_mut(&mut rows, |i, row| {
+                    kernel.rows(|| row.iter_mut().zip(&kept[i * e..]).for_each(|(v, k)| *v = (*v + k) * by));
+                });
+            }
         }
     }
 }

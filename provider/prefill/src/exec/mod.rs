@@ -364,10 +364,13 @@ impl<'a, K: Kernel> Run<'a, K> {
         let (norm, what, factors) = match what {
             Input::Mixer => (weights.norm.as_ref(), "the input of attention", None),
             Input::FeedForward => (weights.ffn_norm.as_ref(), "the input of the feed-forward network", None),
-            Input::Router => {
-                (Some(&plain), "the input of the router", both.map(|b| (1.0 / (e as f32).sqrt(), &b.router)))
-            }
-            Input::Experts => (both.map(|b| &b.norm), "the input of the experts", None),
+            Input::Router => (
+                Some(&plain),
+                "the input of the router",
+                both.and_then(|b| Some((1.0 / (e as f32).sqrt(), b.router.as_ref()?))),
+            ),
+            Input::FirstRouter => (None, "the input of the router", None),
+            Input::Experts => (both.and_then(|b| b.norm.as_ref()), "the input of the experts", None),
             Input::PerLayer => {
                 let scale = weights.per_layer.as_ref().and_then(|w| w.scale.as_ref());
                 (None, "what a layer left behind", scale.map(|s| (1.0, s)))

@@ -2,9 +2,9 @@
 //!
 //! Source: llama.cpp's `src/models/{qwen35,qwen3next,kimi-linear,delta-net-base}.cpp`.
 
+use super::attention;
 use crate::Error;
 use crate::arch::{Presence, Recurrence};
-use super::attention;
 use crate::plan::Op;
 use crate::spec::{Common, MAX_WIDTH, Spec};
 use crate::weights::{Linear, Loader};

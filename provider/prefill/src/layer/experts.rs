@@ -7,11 +7,11 @@
 use super::FeedForward;
 use super::dense::DenseSpec;
 use crate::Error;
-use crate::arch::experts::{ExpertGate, ExpertRule, GatingRule, Setting, SharedRule, Width};
+use crate::arch::experts::{Beside, ExpertGate, ExpertRule, GatingRule, Setting, SharedRule, Step, Width};
 use crate::arch::{Presence, RecurrentLayers};
 use crate::plan::Op;
 use crate::route::{Gating, Routing};
-use crate::spec::{Common, MAX_WIDTH, Spec};
+use crate::spec::{Common, MAX_LAYERS, MAX_WIDTH, Spec};
 use crate::weights::{Linear, Loader, distinct};
 use npu_kernels::host::TILE_ROWS;
 use npu_kernels::{WeightType, WeightView};
@@ -32,6 +32,8 @@ pub struct ExpertsSpec {
     pub n_shared: Option<usize>,
     /// The weights multiply what goes into the experts, not what comes out (llama4).
     pub weights_first: bool,
+    /// Positions choose before the layer does anything else (smallthinker).
+    pub router_first: bool,
 }
 
 /// One layer's tensors.
@@ -147,7 +149,7 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         true => keys.u32("leading_dense_block_count")?.unwrap_or(0).min(c.n_layer),
         false => 0,
     };
-    if rule.every_layer
+    if rule.step == Step::One
         && let Some(step) = keys.u32("interleave_moe_layer_step")?.filter(|n| *n != 1)
     {
         return Err(keys.wrong(
@@ -160,6 +162,11 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
     let n_ff = match rule.width {
         Width::Plain => plain("feed_forward_length")?
             .ok_or_else(|| keys.wrong("feed_forward_length", "no such key", "the width of an expert"))?,
+        Width::OwnOrPlain => match plain("expert_feed_forward_length")? {
+            Some(n) => n,
+            None => plain("feed_forward_length")?
+                .ok_or_else(|| keys.wrong("feed_forward_length", "no such key", "the width of an expert"))?,
+        },
         Width::Own { or_share } => match (plain("expert_feed_forward_length")?, or_share) {
             (Some(n), _) => n,
             (None, true) => {
@@ -182,6 +189,7 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
     };
     let n_shared = match rule.shared {
         SharedRule::None => None,
+        SharedRule::One => Some(n_ff.into()),
         SharedRule::Width => shared_width()?.map(u64::from),
         SharedRule::WidthOrPlain => match shared_width()? {
             Some(n) => Some(n.into()),
@@ -234,11 +242,18 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         n_ff: n_ff as usize,
         n_shared: n_shared.map(|n| n as usize),
         weights_first: rule.weights_first,
+        router_first: rule.router_first,
     };
-    if rule.beside {
-        let layer = |(i, d): (usize, DenseSpec)| match keys.gguf.tensor(&format!("blk.{i}.ffn_gate_inp.weight")) {
-            Some(_) => FeedForward::Both(d, experts.clone()),
-            None => FeedForward::Dense(d),
+    if rule.beside != Beside::No {
+        let has = |i: usize, what: &str| keys.gguf.tensor(&format!("blk.{i}.{what}.weight")).is_some();
+        let layer = |(i, mut d): (usize, DenseSpec)| {
+            match rule.beside {
+                Beside::Norms if !has(i, "ffn_gate_inp") => return FeedForward::Dense(d),
+                Beside::Mean if !has(i, "ffn_up") => return FeedForward::Experts(experts.clone()),
+                Beside::BesideMixer => d.n_ff = c.n_embd as usize,
+                _ => {}
+            }
+            FeedForward::Both(d, experts.clone())
         };
         return Ok(DenseSpec::read(c)?.into_iter().enumerate().map(layer).collect());
     }
@@ -248,9 +263,15 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         let widths = keys.per_layer_from(0, "feed_forward_length", c.n_layer, MAX_WIDTH)?.unwrap_or_default();
         all.iter_mut().zip(widths).filter(|(_, n)| *n == 0).for_each(|(ffn, _)| *ffn = FeedForward::None);
     }
-    if lead > 0 {
-        for (i, d) in DenseSpec::read(c)?.into_iter().enumerate().take(lead as usize) {
-            all[i] = FeedForward::Dense(d);
+    let step = match rule.step {
+        Step::Key => keys.size("interleave_moe_layer_step", MAX_LAYERS)?,
+        Step::All | Step::One => 1,
+    };
+    if lead > 0 || step > 1 {
+        for (i, d) in (0u32..).zip(DenseSpec::read(c)?) {
+            if i < lead || !(i + 1).is_multiple_of(step) {
+                all[i as usize] = FeedForward::Dense(d);
+            }
         }
     }
     Ok(all)
@@ -287,9 +308,8 @@ fn groups(c: &Common<'_>, n_expert: u32) -> Result<Option<(usize, usize)>, Error
 impl ExpertsSpec {
     pub(crate) fn ops(&self, spec: &Spec) -> Vec<Op> {
         let (e, ff) = (spec.n_embd, self.n_ff);
-        let (experts, used) = (self.routing.n_expert, self.routing.n_used);
+        let used = self.routing.n_used;
         let mut ops = vec![
-            ExpertsOp::Route { k: e, experts, used },
             match self.gate.has_matrix() {
                 true => ExpertsOp::ExpertsGateUp { k: e, n: ff, used },
                 false => ExpertsOp::ExpertsUp { k: e, n: ff, used },
@@ -301,7 +321,14 @@ impl ExpertsSpec {
             true => ExpertsOp::Shared { k: e, n },
             false => ExpertsOp::SharedUp { k: e, n },
         }));
-        ops.into_iter().map(Op::Experts).collect()
+        let route = (!self.router_first).then(|| self.route(spec));
+        route.into_iter().chain(ops.into_iter().map(Op::Experts)).collect()
+    }
+
+    /// The router's step.
+    pub(crate) fn route(&self, spec: &Spec) -> Op {
+        let Routing { n_expert, n_used, .. } = self.routing;
+        Op::Experts(ExpertsOp::Route { k: spec.n_embd, experts: n_expert, used: n_used })
     }
 
     /// Rows that a chunk of `m` positions takes when each expert's begin a tile.
@@ -318,7 +345,8 @@ impl<'g> ExpertsWeights<'g> {
         let rule = spec.arch.experts.expect("experts come from a rule");
         let (e, ff, n) = (spec.n_embd, x.n_ff, x.routing.n_expert);
         let name = |what: &str| format!("{prefix}.{what}");
-        let router = match rule.beside {
+        let norms = rule.beside == Beside::Norms;
+        let router = match norms {
             // What is called its scale there are factors of its input.
             true => Linear { weight: loader.matrix(&name("ffn_gate_inp.weight"), e, n)?, bias: None },
             false => loader.linear(&name("ffn_gate_inp"), e, n, rule.router_bias)?,
@@ -349,7 +377,7 @@ impl<'g> ExpertsWeights<'g> {
             }),
         };
         let mut down = Matrices::load(loader, &name("ffn_down_exps"), [ff, e, n], rule.biases)?;
-        let factors = if rule.beside { Presence::Optional } else { Presence::Never };
+        let factors = if norms { Presence::Optional } else { Presence::Never };
         if let Some(factors) = loader.vector(&name("ffn_down_exps.scale"), n, factors)? {
             down.weights.iter_mut().zip(factors).for_each(|(w, by)| *w = w.times(by));
         }

@@ -153,7 +153,8 @@ impl LatentSpec {
         }
         // llama.cpp's own way to tell the models with one query projection.
         let lite = c.arch.latent == Latent::RowOneQuery
-            || matches!(c.n_layer, 26 | 27) || (c.n_layer == 48 && n_vocab == 128_256);
+            || matches!(c.n_layer, 26 | 27)
+            || (c.n_layer == 48 && n_vocab == 128_256);
         let q_rank = match lite {
             true => None,
             false => {

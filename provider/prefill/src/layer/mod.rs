@@ -15,8 +15,9 @@ pub mod per_layer;
 pub mod shortconv;
 
 use crate::Error;
-use crate::arch::{Layout, Presence};
-use crate::plan::Op;
+use crate::arch::Layout;
+use crate::arch::experts::Beside;
+use crate::plan::{Input, Op};
 use crate::spec::{FfnInput, LayerSpec, Spec};
 use crate::weights::{Loader, Norm};
 use altup::AltUpWeights;
@@ -153,6 +154,19 @@ impl FeedForward {
     /// Whether there are both.
     pub fn is_both(&self) -> bool {
         matches!(self, FeedForward::Both(..))
+    }
+
+    /// Steps of a chunk that come before those of the mixer.
+    pub(crate) fn first_ops(&self, spec: &Spec) -> Vec<Op> {
+        match self.experts() {
+            Some(x) if x.router_first => vec![Op::Norm(Input::FirstRouter), x.route(spec)],
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether the mixture's input is made before the mixer's output joins, and the plain network's after that.
+    pub(crate) fn beside_mixer(&self, spec: &Spec) -> bool {
+        self.is_both() && spec.arch.experts.is_some_and(|rule| rule.beside == Beside::BesideMixer)
     }
 
     /// The steps of a chunk.
@@ -335,7 +349,6 @@ impl<'g> LayerWeights<'g> {
     /// Finds and checks layer `i`'s tensors.
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, l: &LayerSpec, i: usize) -> Result<Self, Error> {
         let prefix = format!("blk.{i}");
-        let post = if spec.arch.post_norms { Presence::Required } else { Presence::Never };
         let name = |what: &str| format!("{prefix}.{what}");
         let e = spec.n_embd;
         let mut norms = spec.arch.norms;
@@ -354,13 +367,20 @@ impl<'g> LayerWeights<'g> {
             Some(stem) => loader.norm(&name(stem), e).map(Some),
         };
         let (norm, ffn_norm) = (before(norms.mixer)?, before(norms.ffn)?);
+        let (mut post_norm, mut ffn_post_norm) = (None, None);
+        if let Some([mixer, ffn]) = spec.arch.post_norms {
+            // Grok's files have one of two names for the second.
+            let ffn = if loader.has(&name("post_ffw_norm.weight")) { "post_ffw_norm" } else { ffn };
+            post_norm = Some(loader.norm(&name(mixer), e)?);
+            ffn_post_norm = Some(loader.norm(&name(ffn), e)?);
+        }
         Ok(LayerWeights {
             norm,
             mixer: MixerWeights::load(loader, spec, &l.mixer, &prefix)?,
-            post_norm: loader.maybe_norm(&name("post_attention_norm"), e, post)?,
+            post_norm,
             ffn_norm,
             ffn: FfnWeights::load(loader, spec, &l.ffn, &prefix)?,
-            ffn_post_norm: loader.maybe_norm(&name("post_ffw_norm"), e, post)?,
+            ffn_post_norm,
             per_layer: spec.per_layer.map(|p| PerLayerWeights::load(loader, spec, &p, &prefix)).transpose()?,
             altup: spec.altup.map(|a| AltUpWeights::load(loader, spec, &a, &prefix)).transpose()?,
             out_scale: loader.vector(&name("layer_output_scale.weight"), 1, spec.arch.out_scale)?.map(|v| v[0]),

@@ -9,7 +9,9 @@ mod window;
 pub(crate) use keys::{Keys, MAX_WIDTH};
 
 use crate::Error;
-use crate::arch::{self, Arch, Latent, Layout, Multipliers, NormKind, Presence, Recurrence, SharedKv};
+use crate::arch::{
+    self, Arch, Latent, Layout, Multipliers, NormKind, Presence, Recurrence, SharedKv, TemperatureRule, WindowForm,
+};
 use crate::layer::altup::{ALTUP, AltUpSpec};
 use crate::layer::attention::AttentionSpec;
 use crate::layer::delta::DeltaSpec;
@@ -22,9 +24,10 @@ use crate::layer::shortconv::ShortConvSpec;
 use crate::layer::{FeedForward, Mixer};
 use crate::rope::Rope;
 use gguf::Gguf;
+use npu_kernels::host::attention::Window;
 
 /// llama.cpp's own limit (`LLAMA_MAX_LAYERS`).
-const MAX_LAYERS: u32 = 512;
+pub(crate) const MAX_LAYERS: u32 = 512;
 
 /// What is the same in every layer.
 #[derive(Clone, Debug)]
@@ -86,13 +89,17 @@ pub enum FfnInput {
     Shared,
 }
 
-/// Queries at position p are multiplied by `1 + scale * ln(1 + floor(p / floor))`.
+/// Queries at position p are multiplied by `1 + scale * ln(1 + floor((p + offset) / floor))`.
 #[derive(Copy, Clone, PartialEq, Debug)]
 pub struct Temperature {
     /// How fast.
     pub scale: f32,
     /// Positions before anything changes.
     pub floor: u32,
+    /// Added to positions.
+    pub offset: u32,
+    /// Only in layers without RoPE.
+    pub without_rope: bool,
 }
 
 /// What the readers of all kinds of layers start from.
@@ -144,7 +151,7 @@ impl Spec {
         let mrope = rotation::sections(&common)?;
         let mixes = recurrent::read(&common)?;
         let attends: Vec<bool> = mixes.iter().map(|l| l.attends).collect();
-        let (mixers, ropes) = if arch.latent != Latent::No {
+        let (mixers, ropes) = if matches!(arch.latent, Latent::Row | Latent::RowOneQuery) {
             let row = keys.size("attention.key_length", MAX_WIDTH)?;
             let mut ropes = rotation::read(&common, row, None, mrope)?;
             let all = LatentSpec::read(&common, n_vocab, ropes.first_mut(), &attends)?;
@@ -198,6 +205,15 @@ impl Spec {
             per_layer: PerLayerSpec::read(&common)?,
             altup: arch.altup.then_some(ALTUP),
             ropes,
+        })
+    }
+
+    /// What windowed layers see.
+    pub(crate) fn window_of_rows(&self) -> Option<Window> {
+        let n = self.window? as usize;
+        Some(match self.arch.window.map(|rule| rule.form) {
+            Some(WindowForm::Chunks(_)) => Window::Chunk(n),
+            _ => Window::Last(n),
         })
     }
 
@@ -271,6 +287,8 @@ fn multipliers(common: &Common<'_>) -> Result<(f32, f32), Error> {
         Multipliers::None => return Ok((1.0, 1.0)),
         Multipliers::Keys => (1.0, 1.0),
         Multipliers::MiniCpm => (12.0, 1.4 / (*n_layer as f32).sqrt()),
+        Multipliers::MiniCpm3 => return Ok((12.0, 1.4 / (*n_layer as f32).sqrt())),
+        Multipliers::Grok => (78.383_67, 1.0),
     };
     // llama.cpp takes 0 for "none".
     let read = |key: &str, default: f32| -> Result<f32, Error> {
@@ -280,7 +298,8 @@ fn multipliers(common: &Common<'_>) -> Result<(f32, f32), Error> {
             Some(v) => v,
         })
     };
-    Ok((read("embedding_scale", embedding)?, read("residual_scale", residual)?))
+    let residual = if arch.multipliers == Multipliers::Grok { 1.0 } else { read("residual_scale", residual)? };
+    Ok((read("embedding_scale", embedding)?, residual))
 }
 
 /// How many of the `n_layer` layers, the last ones, have no keys and values of their own.
@@ -308,11 +327,19 @@ fn shared_kv(common: &Common<'_>, n_layer: u32) -> Result<u32, Error> {
 /// Queries that grow with their position.
 fn temperature(common: &Common<'_>) -> Result<Option<Temperature>, Error> {
     let Common { keys, arch, n_ctx_train, .. } = common;
-    let scale = keys.f32("attention.temperature_scale")?.filter(|s| arch.temperature && *s != 0.0);
+    match arch.temperature {
+        TemperatureRule::No => return Ok(None),
+        TemperatureRule::WithoutRope => {
+            return Ok(Some(Temperature { scale: 0.1, floor: 8192, offset: 1, without_rope: true }));
+        }
+        TemperatureRule::Key => {}
+    }
+    let scale = keys.f32("attention.temperature_scale")?.filter(|s| *s != 0.0);
     let Some(scale) = scale else { return Ok(None) };
     let key = "rope.scaling.original_context_length";
     let floor = keys.u32(key)?.unwrap_or(*n_ctx_train);
-    Ok(Some(Temperature { scale, floor: keys.in_range(key, floor, u32::MAX)? }))
+    let floor = keys.in_range(key, floor, u32::MAX)?;
+    Ok(Some(Temperature { scale, floor, offset: 0, without_rope: false }))
 }
 
 /// Metadata that changes the arithmetic in a way that is not built: better no answer than a wrong one.
@@ -323,9 +350,12 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
     if keys.bool("attention.causal")? == Some(false) {
         return Err(keys.unsupported("attention.causal", false, "only causal models have a cache to hand over"));
     }
+    let scaling = keys.gguf.str(&keys.name("rope.scaling.type"))?;
     let differ = "builds differ in whether they read it for this architecture";
     for key in ["rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"] {
-        if let Some(v) = keys.f32(key)? {
+        // Grok's converter writes what holds without the keys.
+        let usual = arch.multipliers == Multipliers::Grok && scaling == Some("yarn");
+        if let Some(v) = keys.f32(key)?.filter(|v| !usual || *v != 1.0) {
             return Err(keys.unsupported(key, v, differ));
         }
     }
@@ -335,7 +365,8 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
         ("rope.scaling.yarn_log_multiplier", 0.0),
     ];
     // The multiplier of latent attention is read with its scale.
-    let read = |key: &str| arch.yarn_keys || arch.latent != Latent::No && key == "rope.scaling.yarn_log_multiplier";
+    let read =
+        |key: &str| arch.yarn_keys || matches!(arch.latent, Latent::Row) && key == "rope.scaling.yarn_log_multiplier";
     for (key, default) in betas.into_iter().filter(|(key, _)| !read(key)) {
         if let Some(v) = keys.f32(key)?.filter(|v| *v != default) {
             return Err(keys.unsupported(key, v, differ));

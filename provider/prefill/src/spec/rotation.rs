@@ -107,7 +107,7 @@ pub(super) fn read(
     let beta = |key: &str, default: f32| -> Result<f32, Error> {
         Ok(keys.f32(key)?.filter(|_| arch.yarn_keys).unwrap_or(default))
     };
-    let beta = (beta("rope.scaling.yarn_beta_fast", 32.0)?, beta("rope.scaling.yarn_beta_slow", 1.0)?);
+    let beta = (beta("rope.scaling.yarn_beta_fast", arch.yarn_beta_fast)?, beta("rope.scaling.yarn_beta_slow", 1.0)?);
     let log_mul = keys.f32("rope.scaling.yarn_log_multiplier")?.filter(|_| arch.yarn_keys).unwrap_or(0.0);
     let rope = Rope {
         n_rot: n_rot as usize,

@@ -2,6 +2,7 @@
 
 use super::Common;
 use crate::Error;
+use crate::arch::WindowForm;
 
 /// The window and which layers have it.
 pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Error> {
@@ -10,8 +11,15 @@ pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Erro
     if rule.only_at_layers.is_some_and(|n| n != *n_layer) {
         return Ok(None);
     }
-    let window = keys.u32("attention.sliding_window")?.or(rule.default);
-    let Some(window) = window.filter(|w| *w > 0) else { return Ok(None) };
+    let key = "attention.sliding_window";
+    let window = match (keys.u32(key)?.or(rule.default), rule.form) {
+        (Some(0), WindowForm::Chunks(_)) => {
+            return Err(keys.unsupported(key, 0, "no model without chunks is known that servers can run"));
+        }
+        (None | Some(0), _) => return Ok(None),
+        (Some(n), WindowForm::Last) => n,
+        (Some(_), WindowForm::FixedFullFirst(n) | WindowForm::Chunks(n)) => n,
+    };
     let key = "attention.sliding_window_pattern";
     let pattern = keys.gguf.get(&keys.name(key));
     let layers = match pattern {
@@ -27,7 +35,8 @@ pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Erro
         _ if rule.period == 0 => return Err(keys.wrong(key, "no array", format!("{n_layer} flags, one per layer"))),
         _ => {
             let period = keys.u32(key)?.unwrap_or(rule.period);
-            (0..*n_layer).map(|i| period == 0 || i % period < period - 1).collect()
+            let full = if matches!(rule.form, WindowForm::FixedFullFirst(_)) { 0 } else { period.saturating_sub(1) };
+            (0..*n_layer).map(|i| period == 0 || i % period != full).collect()
         }
     };
     Ok(Some((window, layers)))
