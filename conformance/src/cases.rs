@@ -36,7 +36,7 @@ struct Entry {
     #[serde(default)]
     except: Vec<String>,
     pins: Vec<String>,
-    /// Names of prompts; all of them if absent.
+    /// Names of prompts; all of them but those far longer than the others if absent.
     prompts: Option<Vec<String>>,
     #[serde(default = "default_ctx")]
     n_ctx: u32,
@@ -153,7 +153,10 @@ fn expand(text: &str, pins: &Pins, out: &mut Vec<Case>) -> Result<()> {
     let known = crate::prompts::all()?;
     for e in table.case {
         let about = || format!("case {}", e.name);
-        let prompts = e.prompts.clone().unwrap_or_else(|| known.iter().map(|p| p.name.clone()).collect());
+        let prompts = e
+            .prompts
+            .clone()
+            .unwrap_or_else(|| known.iter().filter(|p| p.kind != "far").map(|p| p.name.clone()).collect());
         for p in &prompts {
             ensure!(known.iter().any(|k| &k.name == p), "case {}: no prompt is called {p:?}", e.name);
         }

@@ -1,5 +1,7 @@
 //! A produced state file against the server's: the structure, field by field, and the numbers.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context as _, Result, ensure};
 use kvlayout::compare::{self, LayerError};
 use kvlayout::faults::{self, Expect};
@@ -76,8 +78,8 @@ fn checkpoints(state: &State, spec: &KvSpec) -> Vec<String> {
         .collect()
 }
 
-/// The state with what may differ from a server's own made the same: the form of the token list, the checkpoints at the end, and
-/// cells of a window that the server does not save.
+/// The state with what may differ from a server's own made the same: the form of the token list, the checkpoints at the end, cells of
+/// a window that the server does not save, and the order of cells, which in a server's window is that of a ring.
 fn like(state: &State, server: &State) -> State {
     let mut out = state.clone();
     out.form = server.form.clone();
@@ -88,6 +90,8 @@ fn like(state: &State, server: &State) -> State {
             let first = theirs.cells.iter().map(|c| c.pos).min();
             // Rows are compared by position elsewhere; here only the cells matter, so the tensors can stay as they are.
             mine.cells.retain(|c| first.is_none_or(|f| c.pos >= f));
+            let order: BTreeMap<i32, usize> = theirs.cells.iter().enumerate().map(|(i, c)| (c.pos, i)).collect();
+            mine.cells.sort_by_key(|c| order.get(&c.pos).copied().unwrap_or(usize::MAX));
         }
     }
     out

@@ -14,7 +14,7 @@ const TABLE: &str = include_str!("../prompts.toml");
 pub struct Prompt {
     /// Its name.
     pub name: String,
-    /// Prose, code, list, non-latin, long or edge.
+    /// Prose, code, list, non-latin, long, far (far longer than those) or edge.
     pub kind: String,
     /// At most this many ids.
     pub take: usize,

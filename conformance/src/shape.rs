@@ -70,7 +70,8 @@ fn window_rule(arch: &str, n_layer: usize) -> Option<(Option<usize>, usize)> {
         "gemma4" => Some((None, 0)),
         "gemma3n" => Some((None, 5)),
         "gpt-oss" => Some((None, 2)),
-        "mellum" | "smallthinker" => Some((None, 4)),
+        "mellum" | "smallthinker" | "afmoe" => Some((None, 4)),
+        "exaone-moe" => Some((Some(128), 4)),
         // Chunks.
         "llama4" => Some((Some(8192), 4)),
         "olmo2" | "cohere2" => Some((None, 4)),

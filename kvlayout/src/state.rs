@@ -478,8 +478,9 @@ impl State {
         }
     }
 
-    /// Takes a file apart that a decoder of latent attention writes: one cache, without V. [`parse`](Self::parse) does not
-    /// try this shape, since a file of another model that ends behind its keys has it too.
+    /// Takes a file apart that a decoder of latent attention writes: one cache without V, and a recurrent memory behind it where the
+    /// model has one. [`parse`](Self::parse) does not try this shape, since a file of another model that ends behind its keys
+    /// has it too.
     pub fn parse_latent(bytes: &[u8]) -> Result<State, ParseError> {
         let kv = SectionShape::Kv(KvShape { k_only: true, ..KvShape::default() });
         let alone = Self::parse_as(bytes, &Shape { cell_ext: false, sections: vec![kv.clone()] });

@@ -280,8 +280,10 @@ impl Op {
     /// steps.
     pub fn products(&self) -> (usize, Vec<usize>) {
         match self {
+            Op::Attention(AttentionOp::Narrow { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
             Op::Attention(AttentionOp::Qkv { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
-            Op::Attention(AttentionOp::Out { k, n }) | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
+            Op::Attention(AttentionOp::Gate { k, n } | AttentionOp::Out { k, n })
+            | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
             Op::Dense(DenseOp::GateUp { k, n }) => (*k, vec![*n, *n]),
             Op::Dense(DenseOp::Up { k, n }) => (*k, vec![*n]),
             _ => (0, Vec::new()),

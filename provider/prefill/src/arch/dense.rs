@@ -65,6 +65,7 @@ pub(super) const LLAMA: Arch = Arch {
     experts: None,
     output_norm: "output_norm",
     gated_query: false,
+    attn_gate: false,
     recurrence: None,
     recurrent_layers: RecurrentLayers::All,
     feed_forward: true,

@@ -3,7 +3,7 @@
 //! Source of every rule: `load_arch_hparams` (keys and their defaults), `load_arch_tensors` (tensors and their shapes) and
 //! the arguments of `build_moe_ffn` in llama.cpp's `src/models/<name>.cpp`.
 
-use super::dense::{BEFORE, HEAD_NORM, LLAMA};
+use super::dense::{BEFORE, HEAD_NORM, LLAMA, POST_NORMS};
 use super::{
     Activation, Arch, AttnScale, Latent, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm,
     RopeRule, TemperatureRule, WindowForm, WindowRope, WindowRule,
@@ -58,6 +58,8 @@ pub enum Step {
     One,
     /// The last of every `interleave_moe_layer_step`; the others have plain networks.
     Key,
+    /// Those that have a router; the others have plain networks.
+    ByRouter,
 }
 
 /// Whether a layer has a plain network beside its mixture, and how the two are joined.
@@ -124,6 +126,8 @@ pub enum SharedRule {
     CountOfWidth,
     /// An expert's.
     One,
+    /// `expert_shared_feed_forward_length`, or an expert's.
+    WidthOrOne,
 }
 
 /// What the gates go through.
@@ -192,6 +196,9 @@ pub(super) const LLAMA_EXPERTS: ExpertRule = MIXTRAL;
 /// Kimi Linear's: as DeepSeek's, normed always.
 pub(super) const KIMI_EXPERTS: ExpertRule =
     ExpertRule { normalise: Setting::Fixed(true), selection_bias: Presence::Required, ..DEEPSEEK3 };
+/// LFM2's: leading plain layers, gating by key, normed always.
+pub(super) const LFM2_EXPERTS: ExpertRule =
+    ExpertRule { gating: GatingRule::Key(None), selection_bias: Presence::Required, leading_dense: true, ..OWN };
 /// Nemotron's: without gates, by sigmoid, and a shared one.
 pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
     gating: GatingRule::Fixed(Gating::Sigmoid),
@@ -432,6 +439,70 @@ pub(super) const TABLE: &[Arch] = &[
         partial_rope: true,
         experts: Some(&ExpertRule { shared: SharedRule::CountOfWidth, ..DEEPSEEK3 }),
         examples: "Ling 2.0, Ring 2.0",
+        ..LLAMA
+    },
+    Arch {
+        name: "exaone-moe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        window: Some(WindowRule {
+            period: 4,
+            default: Some(128),
+            only_at_layers: None,
+            rope: WindowRope::Shared,
+            form: WindowForm::Last,
+        }),
+        rope: RopeRule::Windowed,
+        nextn: true,
+        experts: Some(&ExpertRule { shared: SharedRule::WidthOrOne, ..DEEPSEEK3 }),
+        examples: "K-EXAONE 236B-A23B",
+        ..LLAMA
+    },
+    Arch {
+        name: "afmoe",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        post_norms: Some(POST_NORMS),
+        scaled_embedding: true,
+        attn_gate: true,
+        rope_factors: false,
+        partial_rope: true,
+        window: Some(WindowRule {
+            period: 4,
+            default: None,
+            only_at_layers: None,
+            rope: WindowRope::Same,
+            form: WindowForm::Last,
+        }),
+        rope: RopeRule::NotEvery(4),
+        experts: Some(&ExpertRule {
+            gating: GatingRule::Key(Some(Gating::Sigmoid)),
+            selection_bias: Presence::Required,
+            shared: SharedRule::CountIfAny,
+            ..DEEPSEEK3
+        }),
+        examples: "Trinity Nano, Mini",
+        ..LLAMA
+    },
+    Arch {
+        name: "hy_v3",
+        pairing: Pairing::Halves,
+        other_bias: Presence::Never,
+        qk_norm: Presence::Required,
+        rope_factors: false,
+        nextn: true,
+        experts: Some(&ExpertRule {
+            gating: GatingRule::Key(Some(Gating::Sigmoid)),
+            width: Width::Own { or_share: true },
+            shared: SharedRule::WidthOrOne,
+            fused: true,
+            leading_dense: false,
+            step: Step::ByRouter,
+            ..DEEPSEEK3
+        }),
+        examples: "Hunyuan 3 (HY V3) 30B-A3B and larger",
         ..LLAMA
     },
     Arch {

@@ -312,6 +312,8 @@ pub struct Arch {
     pub output_norm: &'static str,
     /// Every query head has as many channels behind it, whose sigmoid multiplies what the head reads.
     pub gated_query: bool,
+    /// A projection of the input of attention, `attn_gate`, whose sigmoid multiplies what the heads read.
+    pub attn_gate: bool,
     /// Layers that carry a state along, instead of attention or beside it.
     pub recurrence: Option<Recurrence>,
     /// Which layers do.

@@ -1,7 +1,9 @@
 //! Architectures with layers that carry a state along, most of them beside attention.
 
 use super::dense::{BEFORE, LLAMA, SHARED};
-use super::experts::{ALWAYS, ExpertRule, GRANITE_EXPERTS, KIMI_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width};
+use super::experts::{
+    ALWAYS, ExpertRule, GRANITE_EXPERTS, KIMI_EXPERTS, LFM2_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width,
+};
 use super::{
     Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence,
     RecurrentLayers, RopeRule,
@@ -50,6 +52,20 @@ const NEMOTRON_H: Arch = Arch {
     ..LLAMA
 };
 
+const LFM2: Arch = Arch {
+    name: "lfm2",
+    pairing: Pairing::Halves,
+    qkv_bias: Presence::Never,
+    other_bias: Presence::Never,
+    qk_norm: Presence::Required,
+    output_norm: "token_embd_norm",
+    rope_factors: false,
+    recurrence: Some(Recurrence::ShortConv),
+    recurrent_layers: RecurrentLayers::WithoutKvHeads,
+    examples: "LFM2 230M-2.6B",
+    ..LLAMA
+};
+
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[
     QWEN35,
@@ -76,19 +92,8 @@ pub(super) const TABLE: &[Arch] = &[
         examples: "Kimi Linear 48B-A3B",
         ..LLAMA
     },
-    Arch {
-        name: "lfm2",
-        pairing: Pairing::Halves,
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        qk_norm: Presence::Required,
-        output_norm: "token_embd_norm",
-        rope_factors: false,
-        recurrence: Some(Recurrence::ShortConv),
-        recurrent_layers: RecurrentLayers::WithoutKvHeads,
-        examples: "LFM2 230M-2.6B",
-        ..LLAMA
-    },
+    LFM2,
+    Arch { name: "lfm2moe", experts: Some(&LFM2_EXPERTS), examples: "LFM2 8B-A1B, 24B-A2B", ..LFM2 },
     Arch {
         name: "jamba",
         qkv_bias: Presence::Never,

@@ -62,6 +62,7 @@ impl Room {
     pub fn new(model: &Model<'_>, m: usize, n_tokens: usize) -> Room {
         let widest = |f: &dyn Fn(&AttentionSpec) -> usize| kind::layers(model.spec()).map(f).max().unwrap_or(0);
         let out = widest(&|a| a.n_head * a.head_v);
+        let gated = model.spec().arch.attn_gate || kind::layers(model.spec()).any(|a| a.gated);
         let weights = || model.weights().layers.iter().filter_map(|l| l.mixer.attention());
         let low = |f: &dyn Fn(LowRank) -> usize| widest(&|a| a.low_rank.map_or(0, f));
         let (low_q, low_kv) = (low(&|low| low.q), low(&|low| low.kv + low.n_rot));
@@ -75,7 +76,7 @@ impl Room {
             wide: Slab::new(if low_kv > 0 { m * widest(&|a| a.n_wide()) } else { 0 }),
             q: Slab::new(m * widest(&|a| a.n_head * a.head_k)),
             q_gates: Slab::new(m * widest(&|a| if a.gated { a.n_q() } else { 0 })),
-            gates: Slab::new(m * widest(&|a| if a.gated { a.n_q() / 2 } else { 0 })),
+            gates: Slab::new(if gated { m * out } else { 0 }),
             k: Slab::new(m * widest(&|a| a.n_embd_k())),
             v: Slab::new(m * widest(&|a| a.n_embd_v())),
             attn: Slab::new(m * out),
@@ -112,6 +113,10 @@ impl Room {
                 host.project(&stage.input, parts.map(|(l, out, n)| (l, &mut out[..m * n])).collect());
             }
             AttentionOp::Widen { k, n } => self.widen(host, c, spec, weights, *k, *n)?,
+            AttentionOp::Gate { n, .. } => {
+                let gate = weights.gate.as_ref().expect("the architecture has gates");
+                host.project(&stage.input, vec![(gate, &mut self.gates[..c.rows.len() * n])]);
+            }
             AttentionOp::StoreKv => return self.store_kv(host, c, spec, weights, sink),
             AttentionOp::Attend { window, .. } => self.attend(host, c, spec, weights, *window),
             AttentionOp::Out { .. } => self.out(host, stage, c, spec, weights)?,
@@ -385,7 +390,7 @@ impl Room {
             row.copy_from_slice(&attn[i * k..][..k]);
             // What the values were turned by, back.
             kernel.rows(|| hadamard(row, rot_v));
-            if a.gated {
+            if a.gated || w.gate.is_some() {
                 kernel.rows(|| sigmoid_mul(row, &gates[i * k..][..k]));
             }
             kernel.rows(|| bad.check(row, c.rows.start + i));

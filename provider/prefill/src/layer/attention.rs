@@ -65,6 +65,8 @@ pub struct AttentionWeights<'g> {
     /// None where values are what keys are projected to.
     pub v: Option<Linear<'g>>,
     pub low: Option<LowRankWeights<'g>>,
+    /// What multiplies what the heads read, by its sigmoid.
+    pub gate: Option<Linear<'g>>,
     pub q_norm: Option<Norm>,
     pub k_norm: Option<Norm>,
     pub o: Linear<'g>,
@@ -105,6 +107,13 @@ pub enum AttentionOp {
         k: usize,
         /// Outputs of the three.
         n: [usize; 3],
+    },
+    /// The gate's projection.
+    Gate {
+        /// Inputs.
+        k: usize,
+        /// Outputs.
+        n: usize,
     },
     /// Head norms, RoPE, rounding to the cache's type; keys and values go to the sink and to attention.
     StoreKv,
@@ -314,6 +323,9 @@ impl AttentionSpec {
                 AttentionOp::Widen { k: [low.q, low.kv], n: [q, self.n_wide()] },
             ],
         };
+        if spec.arch.attn_gate && !last {
+            ops.push(AttentionOp::Gate { k: e, n: self.n_head * self.head_v });
+        }
         ops.push(AttentionOp::StoreKv);
         if !last {
             let window = spec.window_of_rows().filter(|_| self.windowed);
@@ -359,13 +371,17 @@ impl<'g> AttentionWeights<'g> {
             true => loader.vector(&format!("{prefix}.attn_sinks.weight"), a.n_head, Presence::Required)?,
             false => None,
         };
-        Ok(AttentionWeights { q, k, v, low, q_norm, k_norm, o, sinks })
+        let gate = match arch.attn_gate {
+            true => Some(loader.linear(&format!("{prefix}.attn_gate"), e, a.n_head * a.head_v, Presence::Never)?),
+            false => None,
+        };
+        Ok(AttentionWeights { q, k, v, low, gate, q_norm, k_norm, o, sinks })
     }
 
     pub(crate) fn input_types(&self) -> Vec<WeightType> {
         match &self.low {
             Some(low) => vec![low.q_a.weight.ty(), low.kv_a.weight.ty()],
-            None => [&self.q, &self.k].into_iter().chain(&self.v).map(|l| l.weight.ty()).collect(),
+            None => [&self.q, &self.k].into_iter().chain(&self.v).chain(&self.gate).map(|l| l.weight.ty()).collect(),
         }
     }
 
@@ -411,7 +427,7 @@ impl AttentionOp {
             AttentionOp::Narrow { k, n } => 2 * m * (*k * (n[0] + n[1])) as u64,
             AttentionOp::Widen { k, n } => 2 * m * (k[0] * n[0] + k[1] * n[1]) as u64,
             AttentionOp::Qkv { k, n } => 2 * m * *k as u64 * n.iter().sum::<usize>() as u64,
-            AttentionOp::Out { k, n } => 2 * m * (*k * *n) as u64,
+            AttentionOp::Gate { k, n } | AttentionOp::Out { k, n } => 2 * m * (*k * *n) as u64,
             AttentionOp::Attend { heads, head, window } => {
                 let seen = |p: usize| (p + 1 - window.map_or(0, |w| w.low(p))) as u64;
                 rows.clone().map(seen).sum::<u64>() * 4 * (*heads * *head) as u64
@@ -431,7 +447,7 @@ pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &AttentionSpec> {
 pub(crate) fn memory(spec: &Spec, n_tokens: usize, chunk: usize) -> usize {
     let widest = |f: &dyn Fn(&AttentionSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
     let (q, kv) = (
-        widest(&|a| a.n_head * a.head_k + if a.gated { a.n_q() } else { 0 }),
+        widest(&|a| a.n_head * a.head_k + if a.gated || spec.arch.attn_gate { a.n_q() } else { 0 }),
         widest(&|a| a.n_embd_k() + a.n_embd_v()),
     );
     let cache = widest(&|a| a.n_head_kv * HeadCache::bytes(a.head_k, a.head_v, n_tokens));

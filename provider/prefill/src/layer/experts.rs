@@ -158,19 +158,19 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
             "1: a mixture in every layer after the leading ones",
         ));
     }
-    let plain = |key: &str| uniform(c, key, MAX_WIDTH);
+    let all_of = |key: &str| uniform(c, key, MAX_WIDTH);
     let n_ff = match rule.width {
-        Width::Plain => plain("feed_forward_length")?
+        Width::Plain => all_of("feed_forward_length")?
             .ok_or_else(|| keys.wrong("feed_forward_length", "no such key", "the width of an expert"))?,
-        Width::OwnOrPlain => match plain("expert_feed_forward_length")? {
+        Width::OwnOrPlain => match all_of("expert_feed_forward_length")? {
             Some(n) => n,
-            None => plain("feed_forward_length")?
+            None => all_of("feed_forward_length")?
                 .ok_or_else(|| keys.wrong("feed_forward_length", "no such key", "the width of an expert"))?,
         },
-        Width::Own { or_share } => match (plain("expert_feed_forward_length")?, or_share) {
+        Width::Own { or_share } => match (all_of("expert_feed_forward_length")?, or_share) {
             (Some(n), _) => n,
             (None, true) => {
-                let n = plain("feed_forward_length")?.map_or(0, |n| n / n_used);
+                let n = all_of("feed_forward_length")?.map_or(0, |n| n / n_used);
                 match n {
                     0 => return Err(keys.wrong("expert_feed_forward_length", "no such key", "the width of an expert")),
                     n => n,
@@ -190,10 +190,11 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
     let n_shared = match rule.shared {
         SharedRule::None => None,
         SharedRule::One => Some(n_ff.into()),
+        SharedRule::WidthOrOne => Some(shared_width()?.unwrap_or(n_ff).into()),
         SharedRule::Width => shared_width()?.map(u64::from),
         SharedRule::WidthOrPlain => match shared_width()? {
             Some(n) => Some(n.into()),
-            None => plain("feed_forward_length")?.map(u64::from),
+            None => all_of("feed_forward_length")?.map(u64::from),
         },
         SharedRule::Count => Some(u64::from(n_ff) * u64::from(count(true)?)),
         SharedRule::CountIfAny => Some(u64::from(n_ff) * u64::from(count(false)?)).filter(|n| *n > 0),
@@ -265,13 +266,15 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
     }
     let step = match rule.step {
         Step::Key => keys.size("interleave_moe_layer_step", MAX_LAYERS)?,
-        Step::All | Step::One => 1,
+        Step::All | Step::One | Step::ByRouter => 1,
     };
-    if lead > 0 || step > 1 {
-        for (i, d) in (0u32..).zip(DenseSpec::read(c)?) {
-            if i < lead || !(i + 1).is_multiple_of(step) {
-                all[i as usize] = FeedForward::Dense(d);
-            }
+    let plain = |i: u32| match rule.step {
+        Step::ByRouter => keys.gguf.tensor(&format!("blk.{i}.ffn_gate_inp.weight")).is_none(),
+        _ => i < lead || !(i + 1).is_multiple_of(step),
+    };
+    if (0..c.n_layer).any(plain) {
+        for (i, d) in (0u32..).zip(DenseSpec::read(c)?).filter(|(i, _)| plain(*i)) {
+            all[i as usize] = FeedForward::Dense(d);
         }
     }
     Ok(all)
@@ -381,14 +384,10 @@ impl<'g> ExpertsWeights<'g> {
         if let Some(factors) = loader.vector(&name("ffn_down_exps.scale"), n, factors)? {
             down.weights.iter_mut().zip(factors).for_each(|(w, by)| *w = w.times(by));
         }
-        Ok(ExpertsWeights {
-            router,
-            selection_bias: loader.vector(&name("exp_probs_b.bias"), n, rule.selection_bias)?,
-            gate,
-            up,
-            down,
-            shared,
-        })
+        // Some files name it without `.bias`.
+        let bias = if loader.has(&name("exp_probs_b")) { "exp_probs_b" } else { "exp_probs_b.bias" };
+        let selection_bias = loader.vector(&name(bias), n, rule.selection_bias)?;
+        Ok(ExpertsWeights { router, selection_bias, gate, up, down, shared })
     }
 
     /// Types of the matrices that meet the normed residual stream as it is.

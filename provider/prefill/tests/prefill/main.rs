@@ -3,6 +3,7 @@
 
 mod blocks;
 mod experts;
+mod families;
 mod gemma;
 mod latent;
 mod models;

@@ -1,0 +1,300 @@
+//! Models whose layers are made of parts that few others have: that chunks and threads change nothing, and bad numbers.
+
+use crate::run::{options, state_of, tokens};
+use crate::tiny::{Rng, open};
+use gguf::write::Writer;
+use prefill::{Error, Model, Options};
+
+const E: u64 = 64;
+const LAYERS: u32 = 4;
+
+/// Names and shapes.
+type Tensors = Vec<(&'static str, Vec<u64>)>;
+
+/// Keys and tensors of a family; of the latter those of layer `i`.
+struct Family {
+    arch: &'static str,
+    keys: &'static [(&'static str, u32)],
+    layer: fn(u32) -> Tensors,
+}
+
+const ATTENTION: [(&str, [u64; 2]); 4] =
+    [("attn_q", [E, 64]), ("attn_k", [E, 32]), ("attn_v", [E, 32]), ("attn_output", [64, E])];
+const GATED: [(&str, [u64; 2]); 3] = [("ffn_gate", [E, 96]), ("ffn_up", [E, 96]), ("ffn_down", [96, E])];
+
+fn norms(names: &[&'static str]) -> Tensors {
+    names.iter().map(|n| (*n, vec![E])).collect()
+}
+
+fn matrices(all: &[(&'static str, [u64; 2])]) -> Tensors {
+    all.iter().map(|(name, ne)| (*name, ne.to_vec())).collect()
+}
+
+fn experts() -> Tensors {
+    vec![
+        ("ffn_gate_inp", vec![E, 4]),
+        ("ffn_gate_exps", vec![E, 24, 4]),
+        ("ffn_up_exps", vec![E, 24, 4]),
+        ("ffn_down_exps", vec![24, E, 4]),
+    ]
+}
+
+fn shared() -> Tensors {
+    matrices(&[("ffn_gate_shexp", [E, 24]), ("ffn_up_shexp", [E, 24]), ("ffn_down_shexp", [24, E])])
+}
+
+/// The third layer attends, by rows of 24 channels and 8 that carry no position; heads of 8 channels fade channel by channel.
+fn kimi_linear(i: u32) -> Tensors {
+    let mut all = norms(&["attn_norm", "ffn_norm"]);
+    if i == 2 {
+        all.extend(matrices(&[("attn_q", [E, 80]), ("attn_kv_a_mqa", [E, 32]), ("attn_output", [40, E])]));
+        all.extend([("attn_kv_a_norm", vec![24]), ("attn_k_b", vec![12, 24, 4]), ("attn_v_b", vec![24, 10, 4])]);
+    } else {
+        let square = [("attn_q", [E, 32]), ("attn_k", [E, 32]), ("attn_v", [E, 32]), ("attn_output", [32, E])];
+        all.extend(matrices(&square));
+        let low = [("ssm_f_a", [E, 8]), ("ssm_f_b", [8, 32]), ("ssm_g_a", [E, 8]), ("ssm_g_b", [8, 32])];
+        all.extend(matrices(&low));
+        all.extend(["ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"].map(|name| (name, vec![4, 1, 32])));
+        all.extend([("ssm_beta", vec![E, 4]), ("ssm_norm", vec![8]), ("ssm_dt.bias", vec![32]), ("ssm_a", vec![1, 4])]);
+    }
+    if i == 0 {
+        all.extend(matrices(&GATED));
+    } else {
+        all.extend(experts());
+        all.extend(shared());
+        all.push(("exp_probs_b.bias", vec![4]));
+    }
+    all
+}
+
+fn minicpm3(_: u32) -> Tensors {
+    let mut all = norms(&["attn_norm", "ffn_norm"]);
+    all.extend([("attn_q_a_norm", vec![20]), ("attn_kv_a_norm", vec![24])]);
+    all.extend(matrices(&[("attn_q_a", [E, 20]), ("attn_q_b", [20, 80]), ("attn_kv_a_mqa", [E, 32])]));
+    all.extend(matrices(&[("attn_kv_b", [24, 4 * (12 + 10)]), ("attn_output", [40, E])]));
+    all.extend(matrices(&GATED));
+    all
+}
+
+fn llama4(i: u32) -> Tensors {
+    let mut all = norms(&["attn_norm", "ffn_norm"]);
+    all.extend(matrices(&ATTENTION));
+    if i.is_multiple_of(2) {
+        all.extend(matrices(&GATED));
+    } else {
+        all.extend(experts());
+        all.extend(shared());
+    }
+    all
+}
+
+fn smallthinker(_: u32) -> Tensors {
+    [norms(&["attn_norm", "ffn_norm"]), matrices(&ATTENTION), experts()].concat()
+}
+
+fn arctic(_: u32) -> Tensors {
+    let plain = [("ffn_gate", [E, E]), ("ffn_up", [E, E]), ("ffn_down", [E, E])];
+    [norms(&["attn_norm", "ffn_norm", "ffn_norm_exps"]), matrices(&ATTENTION), matrices(&plain), experts()].concat()
+}
+
+fn grok(_: u32) -> Tensors {
+    let norms = norms(&["attn_norm", "ffn_norm", "attn_output_norm", "layer_output_norm"]);
+    [norms, matrices(&ATTENTION), matrices(&GATED), experts()].concat()
+}
+
+fn afmoe(i: u32) -> Tensors {
+    let mut all = norms(&["attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"]);
+    all.extend(matrices(&ATTENTION));
+    all.extend([("attn_q_norm", vec![16]), ("attn_k_norm", vec![16]), ("attn_gate", vec![E, 64])]);
+    match i {
+        0 => all.extend(matrices(&GATED)),
+        _ => all.extend([experts(), shared(), vec![("exp_probs_b.bias", vec![4])]].concat()),
+    }
+    all
+}
+
+const ALL: &[Family] = &[
+    Family {
+        arch: "kimi-linear",
+        keys: &[
+            ("attention.kv_lora_rank", 24),
+            ("attention.key_length", 32),
+            ("attention.key_length_mla", 20),
+            ("attention.value_length_mla", 10),
+            ("rope.dimension_count", 8),
+            ("ssm.conv_kernel", 4),
+            ("kda.head_dim", 8),
+            ("expert_shared_count", 1),
+            ("expert_gating_func", 2),
+            ("leading_dense_block_count", 1),
+        ],
+        layer: kimi_linear,
+    },
+    Family {
+        arch: "minicpm3",
+        keys: &[
+            ("attention.head_count_kv", 4),
+            ("attention.q_lora_rank", 20),
+            ("attention.kv_lora_rank", 24),
+            ("attention.key_length", 20),
+            ("attention.value_length", 10),
+            ("rope.dimension_count", 8),
+            ("expert_count", 0),
+        ],
+        layer: minicpm3,
+    },
+    Family { arch: "llama4", keys: &[("interleave_moe_layer_step", 2)], layer: llama4 },
+    Family {
+        arch: "smallthinker",
+        keys: &[("expert_gating_func", 2), ("attention.sliding_window", 4096)],
+        layer: smallthinker,
+    },
+    Family { arch: "arctic", keys: &[("feed_forward_length", 24)], layer: arctic },
+    Family { arch: "grok", keys: &[], layer: grok },
+    Family {
+        arch: "afmoe",
+        keys: &[
+            ("attention.sliding_window", 16),
+            ("expert_shared_count", 1),
+            ("expert_gating_func", 2),
+            ("leading_dense_block_count", 1),
+        ],
+        layer: afmoe,
+    },
+];
+
+fn writer(family: &Family) -> Writer {
+    let mut w = Writer::new(family.arch);
+    let key = |k: &str| format!("{}.{k}", family.arch);
+    for (k, v) in [
+        ("block_count", LAYERS),
+        ("embedding_length", E as u32),
+        ("context_length", 4096),
+        ("feed_forward_length", 96),
+        ("attention.head_count", 4),
+        ("attention.head_count_kv", 2),
+        ("expert_count", 4),
+        ("expert_used_count", 2),
+        ("expert_feed_forward_length", 24),
+    ] {
+        w.u32(&key(k), v);
+    }
+    family.keys.iter().for_each(|(k, v)| {
+        w.u32(&key(k), *v);
+    });
+    if family.arch == "minicpm3" {
+        w.remove(&key("expert_used_count"));
+    }
+    if family.arch == "kimi-linear" {
+        w.remove(&key("attention.head_count_kv"));
+        w.array_u32(&key("attention.head_count_kv"), &[0, 0, 1, 0]);
+    }
+    w.f32(&key("attention.layer_norm_rms_epsilon"), 1e-5);
+    let mut rng = Rng(0x5EED);
+    let mut random = |w: &mut Writer, name: &str, ne: &[u64], mean: f32, deviation: f32| {
+        let values: Vec<f32> = (0..ne.iter().product::<u64>()).map(|_| mean + deviation * rng.normal()).collect();
+        w.tensor_f32(name, ne, &values).expect("a good tensor");
+    };
+    random(&mut w, "token_embd.weight", &[E, 50], 0.0, 0.5);
+    for i in 0..LAYERS {
+        for (name, ne) in (family.layer)(i) {
+            let bare = name == "ssm_a" || name.contains(".bias");
+            let full = format!("blk.{i}.{name}{}", if bare { "" } else { ".weight" });
+            let (mean, deviation) = match name {
+                "ssm_a" => (-0.4, 0.05),
+                name if name.contains("norm") => (1.0, 0.1),
+                name if name.contains("conv1d") => (0.0, 0.5),
+                _ => (0.0, 0.12),
+            };
+            random(&mut w, &full, &ne, mean, deviation);
+        }
+    }
+    w
+}
+
+#[test]
+fn threads_and_chunks_change_no_bit() {
+    for family in ALL {
+        let gguf = open(&writer(family));
+        let want = state_of(&gguf, &tokens(70), &options()).write();
+        for (chunk, threads) in [(1, 1), (7, 5), (64, 1), (1000, 2)] {
+            let got = state_of(&gguf, &tokens(70), &Options { chunk, threads, ..options() }).write();
+            assert!(got == want, "{}: chunk {chunk}, {threads} threads", family.arch);
+        }
+    }
+}
+
+/// Of the one that carries a state along, at every length.
+#[test]
+fn chunks_change_no_bit_of_a_state_at_any_length() {
+    let gguf = open(&writer(&ALL[0]));
+    for n in [1, 2, 3, 4, 5, 31, 32, 33, 63, 64, 65, 100, 1000] {
+        let want = state_of(&gguf, &tokens(n), &options()).write();
+        for chunk in [1, 7, 64, n].into_iter().filter(|c| n < 200 || *c > 1) {
+            let got = state_of(&gguf, &tokens(n), &Options { chunk, ..options() }).write();
+            assert!(got == want, "{n} tokens in chunks of {chunk}");
+        }
+    }
+}
+
+#[test]
+fn one_wrong_number_is_refused_with_its_key() {
+    for (arch, key, value) in [
+        ("kimi-linear", "kda.head_dim", 0),
+        ("kimi-linear", "kda.head_dim", u32::MAX),
+        ("kimi-linear", "ssm.conv_kernel", 0),
+        ("kimi-linear", "attention.kv_lora_rank", 0),
+        ("kimi-linear", "attention.key_length", 33),
+        ("kimi-linear", "attention.key_length_mla", 0),
+        ("kimi-linear", "expert_gating_func", 9),
+        ("kimi-linear", "expert_shared_count", 0),
+        ("kimi-linear", "attention.head_count_kv", 4),
+        ("minicpm3", "attention.q_lora_rank", 0),
+        ("minicpm3", "attention.kv_lora_rank", u32::MAX),
+        ("minicpm3", "rope.dimension_count", 20),
+        ("minicpm3", "rope.dimension_count", 0),
+        ("minicpm3", "attention.head_count_kv", 2),
+        ("minicpm3", "expert_count", 4),
+        ("llama4", "interleave_moe_layer_step", 0),
+        ("llama4", "interleave_moe_layer_step", u32::MAX),
+        ("llama4", "attention.sliding_window", 0),
+        ("llama4", "expert_count", 0),
+        ("smallthinker", "expert_gating_func", 0),
+        ("smallthinker", "expert_used_count", 5),
+        ("arctic", "expert_count", 0),
+        ("grok", "attention.head_count_kv", 3),
+        ("afmoe", "expert_used_count", 0),
+    ] {
+        let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
+        let mut w = writer(family);
+        w.remove(&format!("{arch}.{key}"));
+        w.u32(&format!("{arch}.{key}"), value);
+        match Model::load(&open(&w)) {
+            Err(e @ (Error::Key { .. } | Error::Unsupported { .. })) => {
+                assert!(e.to_string().contains(&format!("{arch}.{key}")), "{arch}.{key} = {value}: {e}");
+            }
+            other => panic!("{arch}.{key} = {value}: {other:?}"),
+        }
+    }
+    for (arch, key) in [
+        ("kimi-linear", "kda.head_dim"),
+        ("kimi-linear", "ssm.conv_kernel"),
+        ("kimi-linear", "attention.kv_lora_rank"),
+        ("kimi-linear", "attention.head_count_kv"),
+        ("kimi-linear", "expert_gating_func"),
+        ("kimi-linear", "expert_shared_count"),
+        ("minicpm3", "attention.q_lora_rank"),
+        ("minicpm3", "attention.kv_lora_rank"),
+        ("minicpm3", "rope.dimension_count"),
+        ("llama4", "interleave_moe_layer_step"),
+        ("llama4", "expert_feed_forward_length"),
+        ("smallthinker", "expert_gating_func"),
+        ("arctic", "feed_forward_length"),
+    ] {
+        let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
+        let mut w = writer(family);
+        w.remove(&format!("{arch}.{key}"));
+        let message = Model::load(&open(&w)).expect_err(key).to_string();
+        assert!(message.contains(&format!("{arch}.{key}")), "{arch}.{key}: {message}");
+    }
+}
