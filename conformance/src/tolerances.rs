@@ -76,7 +76,7 @@ pub const OTHER_CODES: f64 = 0.5;
 pub const OTHER_CODES_ROW: f64 = 1.0;
 
 /// How much farther from the server than the server from itself a result may be, or, where products are int8, than the oracle's by the
-/// same contract: there 0.9 to 1.02 times is measured. Of a quantised cache the server's variant is the
+/// same contract: there 0.9 to 1.03 times is measured. Of a quantised cache the server's variant is the
 /// one with an f16 cache, because batches change nothing there and there is no other attention: beyond layer 0 last bits
 /// make other codes, which make more of them in the next layer, until two results are two roundings of the same: sqrt(2) times as
 /// far from each other as from what they round. Measured: 0.3 to 1.45 times.
