@@ -1,4 +1,4 @@
-//! Runs cases: real servers make the reference and their own noise ([`crate::reference`]), where products are computed by a contract
+//! Runs cases: real servers make the reference and their own noise (`crate::reference`), where products are computed by a contract
 //! the oracle makes its files ([`crate::contract`]), a producer makes its own, and a fresh server `b`, with the usual store of prompts,
 //! restores them and replies.
 
