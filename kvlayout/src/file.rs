@@ -228,8 +228,11 @@ impl StateFile {
 struct Behind {
     /// Bytes since it was told last.
     bytes: u64,
-    thread: Option<(SyncSender<()>, JoinHandle<Result<(), Errno>>)>,
+    thread: Option<Writer>,
 }
+
+/// What tells the thread to go on, and what the system said to it.
+type Writer = (SyncSender<()>, JoinHandle<Result<(), Errno>>);
 
 impl Behind {
     fn wrote(&mut self, file: &Arc<OwnedFd>, bytes: u64) {
