@@ -352,7 +352,7 @@ fn check_attention(
 }
 
 fn every_attention() -> impl Iterator<Item = (Isa, Products)> {
-    available().into_iter().flat_map(|isa| [(isa, Products::Floats), (isa, Products::Words)])
+    available().flat_map(|isa| [(isa, Products::Floats), (isa, Products::Words)])
 }
 
 #[test]
