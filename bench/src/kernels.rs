@@ -107,7 +107,7 @@ pub struct Kernels {
 pub struct Row {
     /// `gemm` or `attention`.
     pub what: &'static str,
-    /// The weight type of a product.
+    /// The weight type of a product; what attention multiplies.
     pub ty: &'static str,
     /// Rows of activations, or of queries.
     pub m: usize,
@@ -423,11 +423,7 @@ pub fn report(c: &Kernels, results: &Results) -> String {
     let lines = |what: &str| -> Vec<Vec<String>> {
         let rows = results.rows.iter().filter(|r| r.what == what);
         rows.map(|r| {
-            let name = if r.ty.is_empty() { format!("head {}", r.n) } else { r.ty.to_owned() };
-            let mut line = vec![name, r.m.to_string(), r.k.to_string()];
-            if !r.ty.is_empty() {
-                line.push(r.n.to_string());
-            }
+            let mut line = vec![r.ty.to_owned(), r.m.to_string(), r.k.to_string(), r.n.to_string()];
             line.push(table::number(r.gops, 1));
             line.extend(shares(r));
             line
@@ -440,7 +436,7 @@ pub fn report(c: &Kernels, results: &Results) -> String {
         out.push('\n');
     }
     if !attentions.is_empty() {
-        out += &table::markdown(&["attention", "rows", "keys", "GOP/s", "of int8", "of bf16", "of f32"], &attentions);
+        out += &table::markdown(&["attention", "rows", "keys", "head", "GOP/s", "of int8", "of bf16", "of f32"], &attentions);
     }
     if results.load.quiet() == Some(false) {
         out += "\nWaiting for a CPU is not counted, but caches and clock rate were shared: measure again on a quiet machine.\n";
@@ -475,13 +471,13 @@ mod tests {
             let results = measure(&c, Some(&path), &mut |text| said.push(text.to_owned())).unwrap();
             // Eight types have blocks and take two of the shapes, three take all of them.
             let gemms = results.rows.iter().filter(|r| r.what == "gemm").count();
-            assert_eq!((gemms, results.rows.len()), ((8 * 2 + 3 * 3) * 2, (8 * 2 + 3 * 3) * 2 + 2));
+            assert_eq!((gemms, results.rows.len()), ((8 * 2 + 3 * 3) * 2, (8 * 2 + 3 * 3) * 2 + 2 * PRODUCTS.len()));
             assert!(results.rows.iter().all(|r| r.gops.is_some_and(f64::is_finite)));
             assert!(said.iter().any(|s| s.contains("Q4_0 has blocks of 32")), "{said:?}");
             let turned = results.rows.iter().find(|r| r.ty == "Q6_K" && r.n == 64).unwrap();
             assert_eq!(turned.k, 256);
             let text = report(&c, &results);
-            assert!(text.contains("| Q4_0") && text.contains("| head 8"), "{text}");
+            assert!(text.contains("| Q4_0") && text.contains("| i16"), "{text}");
         }
         let rows = std::fs::read_to_string(&path).unwrap();
         assert!(rows.lines().all(|l| l.matches(',').count() >= NAMES.len() - 1));
