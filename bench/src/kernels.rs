@@ -436,7 +436,10 @@ pub fn report(c: &Kernels, results: &Results) -> String {
         out.push('\n');
     }
     if !attentions.is_empty() {
-        out += &table::markdown(&["attention", "rows", "keys", "head", "GOP/s", "of int8", "of bf16", "of f32"], &attentions);
+        out += &table::markdown(
+            &["attention", "rows", "keys", "head", "GOP/s", "of int8", "of bf16", "of f32"],
+            &attentions,
+        );
     }
     if results.load.quiet() == Some(false) {
         out += "\nWaiting for a CPU is not counted, but caches and clock rate were shared: measure again on a quiet machine.\n";
