@@ -228,6 +228,9 @@ trait Products: Copy {
     /// See [`Loops::exp`].
     fn exp(self, x: &mut Lane);
 
+    /// The sum of all lanes.
+    fn total(self, lanes: Lane) -> f32;
+
     /// Takes a tile's queries, times the scale of scores.
     fn queries(self, task: &attention::Task<'_>, scratch: &mut attention::Scratch);
 
@@ -239,16 +242,22 @@ trait Products: Copy {
 }
 
 #[derive(Copy, Clone)]
-struct OfFloats<'a, L> {
+struct OfFloats<'a, L, const FMA: bool> {
     rows: &'a FloatRows,
     lines: usize,
     loops: L,
 }
 
-impl<L: Loops> Products for OfFloats<'_, L> {
+impl<L: Loops, const FMA: bool> Products for OfFloats<'_, L, FMA> {
     #[inline(always)]
     fn exp(self, x: &mut Lane) {
-        self.loops.exp(x);
+        exp::<FMA>(x);
+    }
+
+    // One after the other: what real models were held against servers with.
+    #[inline(always)]
+    fn total(self, lanes: Lane) -> f32 {
+        lanes.iter().sum()
     }
 
     #[inline(always)]
@@ -289,6 +298,11 @@ impl<L: Loops> Products for OfWords<'_, L> {
     #[inline(always)]
     fn exp(self, x: &mut Lane) {
         self.loops.exp(x);
+    }
+
+    #[inline(always)]
+    fn total(self, lanes: Lane) -> f32 {
+        across(lanes, |a, b| a + b)
     }
 
     #[inline(always)]
@@ -372,7 +386,7 @@ pub(crate) fn attend<const FMA: bool>(
 ) {
     let lines = task.cache.value_lines();
     match task.cache.rows() {
-        Rows::Floats(rows) => attend_by::<FMA>(OfFloats { rows, lines, loops }, task, scratch, out),
+        Rows::Floats(rows) => attend_by::<FMA>(OfFloats::<_, FMA> { rows, lines, loops }, task, scratch, out),
         Rows::Words(rows) => attend_by::<FMA>(OfWords { rows, lines, loops }, task, scratch, out),
     }
 }
@@ -462,7 +476,7 @@ fn attend_by<const FMA: bool>(
                 products.exp(&mut e);
                 e[0]
             };
-            sum[i] = sum[i] * shrink + across(total, |a, b| a + b);
+            sum[i] = sum[i] * shrink + products.total(total);
             max[i] = top;
             if shrink != 1.0 {
                 let sums = scratch.acc[i * lines..][..lines].iter_mut();
