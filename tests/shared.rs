@@ -1238,17 +1238,19 @@ mod any_memory {
             }
             let instance = PathBuf::from(format!("{}/instances/share", Trace::TRACING));
             std::fs::create_dir(&instance).unwrap();
+            std::fs::write(instance.join("options/record-tgid"), "1").unwrap();
             std::fs::write(instance.join("events/share/enable"), "1").unwrap();
             Some(Trace { instance })
         }
 
-        /// What came of a process, in order.
+        /// What came of a process, of any thread of it, in order.
         fn of(&self, pid: u32) -> Vec<Seen> {
             let text = std::fs::read_to_string(self.instance.join("trace")).unwrap();
-            // "npu-prefill-57  [001] .....  8.1: asked: (dma_buf_ioctl+0x4/0x1f0) buffer=0xff11 call=0x40086200 flags=2"
+            // "rows-59  (   57) [001] ...  8.1: asked: (dma_buf_ioctl+0x4/0x1f0) buffer=0xff11 call=0x40086200 flags=2"
             let seen = |line: &str| {
                 let (who, _) = line.split_once(" [")?;
-                (who.trim().rsplit('-').next()? == pid.to_string()).then_some(())?;
+                let (_, process) = who.rsplit_once('(')?;
+                (process.trim_end_matches(')').trim() == pid.to_string()).then_some(())?;
                 let field = |name: &str| Some(line.split_once(name)?.1.split_whitespace().next()?.to_owned());
                 if let Some(answer) = field("answer=") {
                     return Some(Seen::Answer(answer.parse().ok()?));
