@@ -3,8 +3,7 @@
 use super::experts::{GEMMA4_EXPERTS, LLAMA_EXPERTS};
 use super::{
     Activation, Alibi, Arch, AttnScale, FfnShape, Latent, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing,
-    PerLayer, Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, TemperatureRule, WindowForm, WindowRope,
-    WindowRule,
+    PerLayer, Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, TemperatureRule, WindowRope, WindowRule,
 };
 
 /// Norms before both halves.
@@ -97,13 +96,7 @@ const GEMMA3: Arch = Arch {
     post_norms: Some(POST_NORMS),
     scaled_embedding: true,
     activation: Activation::Gelu,
-    window: Some(WindowRule {
-        period: 6,
-        default: None,
-        only_at_layers: None,
-        rope: WindowRope::Own(10000.0),
-        form: WindowForm::Last,
-    }),
+    window: Some(WindowRule { period: 6, rope: WindowRope::Own(10000.0), ..WindowRule::USUAL }),
     partial_rope: true,
     attn_scale: AttnScale::EmbdAtLayers(62),
     examples: "Gemma 3 270M-27B, text",
@@ -168,13 +161,7 @@ pub(super) const TABLE: &[Arch] = &[
         post_norms: Some(POST_NORMS),
         scaled_embedding: true,
         activation: Activation::Gelu,
-        window: Some(WindowRule {
-            period: 2,
-            default: Some(4096),
-            only_at_layers: None,
-            rope: WindowRope::Same,
-            form: WindowForm::Last,
-        }),
+        window: Some(WindowRule { period: 2, default: Some(4096), ..WindowRule::USUAL }),
         partial_rope: true,
         attn_scale: AttnScale::EmbdAtLayers(46),
         softcap: Some(50.0),
@@ -184,13 +171,7 @@ pub(super) const TABLE: &[Arch] = &[
     GEMMA3,
     Arch {
         name: "gemma4",
-        window: Some(WindowRule {
-            period: 0,
-            default: None,
-            only_at_layers: None,
-            rope: WindowRope::OwnHeads(10000.0),
-            form: WindowForm::Last,
-        }),
+        window: Some(WindowRule { period: 0, rope: WindowRope::OwnHeads(10000.0), ..WindowRule::USUAL }),
         rope_factors: true,
         attn_scale: AttnScale::One,
         value_norm: true,
@@ -204,13 +185,7 @@ pub(super) const TABLE: &[Arch] = &[
     },
     Arch {
         name: "gemma3n",
-        window: Some(WindowRule {
-            period: 5,
-            default: None,
-            only_at_layers: None,
-            rope: WindowRope::Own(10000.0),
-            form: WindowForm::Last,
-        }),
+        window: Some(WindowRule { period: 5, rope: WindowRope::Own(10000.0), ..WindowRule::USUAL }),
         attn_scale: AttnScale::One,
         value_norm: true,
         shared_kv: SharedKv::From(20),
@@ -252,13 +227,7 @@ pub(super) const TABLE: &[Arch] = &[
         post_norms: Some(POST_NORMS),
         qk_norm: Presence::Required,
         qk_norm_rule: QkNorm { over: Over::Row, ..HEAD_NORM },
-        window: Some(WindowRule {
-            period: 4,
-            default: None,
-            only_at_layers: None,
-            rope: WindowRope::Unscaled,
-            form: WindowForm::Last,
-        }),
+        window: Some(WindowRule { period: 4, rope: WindowRope::Unscaled, ..WindowRule::USUAL }),
         examples: "OLMo 2, OLMo 3",
         ..NEOX
     },
@@ -279,13 +248,7 @@ pub(super) const TABLE: &[Arch] = &[
         norm: NormKind::Layer,
         norms: SHARED,
         layout: Layout::Parallel,
-        window: Some(WindowRule {
-            period: 4,
-            default: None,
-            only_at_layers: None,
-            rope: WindowRope::Shared,
-            form: WindowForm::Last,
-        }),
+        window: Some(WindowRule { period: 4, rope: WindowRope::Shared, ..WindowRule::USUAL }),
         rope: RopeRule::Windowed,
         rope_factors: false,
         partial_rope: true,
@@ -303,7 +266,7 @@ pub(super) const TABLE: &[Arch] = &[
             default: Some(4096),
             only_at_layers: Some(64),
             rope: WindowRope::Shared,
-            form: WindowForm::Last,
+            ..WindowRule::USUAL
         }),
         rope: RopeRule::Windowed,
         rope_factors: true,
@@ -460,13 +423,7 @@ pub(super) const TABLE: &[Arch] = &[
         post_norms: Some(POST_NORMS),
         qk_norm: Presence::Required,
         ffn: FfnShape::Fused,
-        window: Some(WindowRule {
-            period: 8,
-            default: None,
-            only_at_layers: None,
-            rope: WindowRope::Own(10000.0),
-            form: WindowForm::Last,
-        }),
+        window: Some(WindowRule { period: 8, rope: WindowRope::Own(10000.0), ..WindowRule::USUAL }),
         partial_rope: true,
         examples: "PLaMo 3 2B-31B",
         ..NEOX

@@ -342,6 +342,12 @@ pub struct WindowRule {
     pub form: WindowForm,
 }
 
+impl WindowRule {
+    /// What most say that have windows at all.
+    pub const USUAL: WindowRule =
+        WindowRule { period: 4, default: None, only_at_layers: None, rope: WindowRope::Same, form: WindowForm::Last };
+}
+
 /// What a window is like.
 #[derive(Copy, Clone, PartialEq, Eq, Debug)]
 pub enum WindowForm {
