@@ -1,6 +1,6 @@
 //! The steps of several residual streams. The first is the run's own; the others are here.
 
-use super::{Bad, Host, SCRATCH, Stage};
+use super::{Host, SCRATCH, Stage};
 use crate::Error;
 use crate::arch::NormKind;
 use crate::layer::altup::{AltUpOp, AltUpSpec, AltUpWeights};
@@ -105,15 +105,11 @@ impl Room {
         x: &[f32],
         c: &Command,
     ) -> Result<(), Error> {
-        let (e, m, kernel) = (host.model.spec().n_embd, c.rows.len(), host.kernel);
+        let (e, m) = (host.model.spec().n_embd, c.rows.len());
         let table = host.model.weights().altup.as_ref().expect("the model has several streams");
-        let bad = Bad::default();
-        stage.input.reshape(m, e);
-        stage.input.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut stage.input, c, e, "the embedding", |i, row| {
             row.copy_from_slice(&x[i * e..][..e]);
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the embedding")?;
+        })?;
         for (s, proj) in table.proj.iter().enumerate() {
             let linear = Linear { weight: *proj, bias: None };
             host.project_on_host(&stage.input, vec![(&linear, &mut stage.out[..m * e])]);
@@ -141,14 +137,10 @@ impl Room {
     ) -> Result<(), Error> {
         let (e, eps, m, kernel) = (host.model.spec().n_embd, host.model.spec().eps, c.rows.len(), host.kernel);
         let (n, by) = (w.router.weight.n(), 1.0 / e as f32);
-        let bad = Bad::default();
-        stage.input.reshape(m, e);
-        stage.input.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut stage.input, c, e, "the first of several streams", |i, row| {
             kernel.rows(|| w.router_norm.apply(NormKind::Rms, eps, &x[i * e..][..e], row));
             row.iter_mut().for_each(|v| *v *= by);
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the first of several streams")?;
+        })?;
         host.project_on_host(&stage.input, vec![(&w.router, &mut self.router[..m * n])]);
         let router = &self.router;
         self.modes.reshape(m, n);
@@ -221,13 +213,10 @@ impl Room {
     ) -> Result<(), Error> {
         let (e, m) = (host.model.spec().n_embd, c.rows.len());
         host.project_on_host(&stage.input, vec![(&w.laurel[0], &mut self.middle[..m * rank])]);
-        let (middle, bad) = (&self.middle, Bad::default());
-        self.acts.reshape(m, rank);
-        self.acts.fill(host.kernel, host.pool, |i, row| {
+        let middle = &self.middle;
+        host.fill(&mut self.acts, c, rank, "the detour around attention", |i, row| {
             row.copy_from_slice(&middle[i * rank..][..rank]);
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the detour around attention")?;
+        })?;
         host.project_on_host(&self.acts, vec![(&w.laurel[1], &mut self.laurel[..m * e])]);
         let input = stage.input.rows().expect("kept for the detour");
         host.norm_and_add(&w.laurel_norm, &mut self.laurel[..m * e], input);

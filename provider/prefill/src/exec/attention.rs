@@ -176,13 +176,9 @@ impl Room {
             if out.is_empty() {
                 continue;
             }
-            let bad = Bad::default();
-            self.low_acts.reshape(m, k);
-            self.low_acts.fill(host.kernel, host.pool, |i, row| {
+            host.fill(&mut self.low_acts, c, k, "the short rows of attention", |i, row| {
                 host.kernel.rows(|| norm.apply(NormKind::Rms, eps, &rows[i * stride..][..k], row));
-                bad.check(row, c.rows.start + i);
-            });
-            bad.result(c.layer, "the short rows of attention")?;
+            })?;
             host.project_on_host(&self.low_acts, vec![(linear, out)]);
         }
         // Per head keys, then values; the channels that carry the position are the same in all heads.
@@ -387,19 +383,15 @@ impl Room {
         w: &AttentionWeights<'_>,
     ) -> Result<(), Error> {
         let (m, k, n) = (c.rows.len(), a.n_head * a.head_v, w.o.weight.n());
-        let bad = Bad::default();
         let (attn, gates, kernel, (_, rot_v)) = (&self.attn, &self.gates, host.kernel, widths(host, a));
-        self.acts.reshape(m, k);
-        self.acts.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut self.acts, c, k, "the output of attention", |i, row| {
             row.copy_from_slice(&attn[i * k..][..k]);
             // What the values were turned by, back.
             kernel.rows(|| hadamard(row, rot_v));
             if a.gated || w.gate.is_some() {
                 kernel.rows(|| sigmoid_mul(row, &gates[i * k..][..k]));
             }
-            kernel.rows(|| bad.check(row, c.rows.start + i));
-        });
-        bad.result(c.layer, "the output of attention")?;
+        })?;
         host.project(&self.acts, vec![(&w.o, &mut stage.out[..m * n])]);
         Ok(())
     }

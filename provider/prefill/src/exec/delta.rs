@@ -1,6 +1,6 @@
 //! The steps of the gated delta net.
 
-use super::{Bad, Host, Stage, put_state};
+use super::{Host, Stage, put_state};
 use crate::layer::delta::{self as kind, DeltaOp, DeltaSpec, DeltaWeights, Strengths};
 use crate::model::Model;
 use crate::plan::Command;
@@ -148,13 +148,9 @@ impl Room {
             parts.push((&self.low[1], &w.gate, &mut self.gate[..m * d.values()]));
         }
         for (low, linear, out) in parts {
-            let bad = Bad::default();
-            self.low_acts.reshape(m, k);
-            self.low_acts.fill(host.kernel, host.pool, |i, row| {
+            host.fill(&mut self.low_acts, c, k, "the gates of the delta rule", |i, row| {
                 row.copy_from_slice(&low[i * k..][..k]);
-                bad.check(row, c.rows.start + i);
-            });
-            bad.result(c.layer, "the gates of the delta rule")?;
+            })?;
             host.project_on_host(&self.low_acts, vec![(linear, out)]);
         }
         Ok(())
@@ -216,9 +212,7 @@ impl Room {
     ) -> Result<(), Error> {
         let (m, values, dim) = (c.rows.len(), d.values(), d.shape.dim);
         let (kernel, eps, out, gate) = (host.kernel, host.model.spec().eps, &self.out, &self.gate);
-        let bad = Bad::default();
-        self.acts.reshape(m, values);
-        self.acts.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut self.acts, c, values, "the output of the delta rule", |i, row| {
             let gate = &gate[i * values..][..values];
             for (h, (head, gate)) in row.chunks_exact_mut(dim).zip(gate.chunks_exact(dim)).enumerate() {
                 delta::gather(d.shape, &out[..m * values], m, i, h, head);
@@ -230,9 +224,7 @@ impl Room {
                     false => gates::gated_rms_norm(head, &w.norm, gate, eps),
                 });
             }
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the output of the delta rule")?;
+        })?;
         host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The steps of the plain feed-forward network.
 
-use super::{Bad, Host, SCRATCH, Stage};
+use super::{Host, SCRATCH, Stage};
 use crate::Error;
 use crate::arch::Activation;
 use crate::layer::dense::{self as kind, DenseOp, DenseSpec};
@@ -63,9 +63,7 @@ impl Room {
     fn gate<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, spec: &DenseSpec, gated: bool) -> Result<(), Error> {
         let (activation, n) = (host.model.spec().arch.activation, spec.n_ff);
         let (gate, up, kernel) = (if gated { &self.gate } else { &self.up }, &self.up, host.kernel);
-        let bad = Bad::default();
-        self.acts.reshape(c.rows.len(), n);
-        self.acts.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut self.acts, c, n, "the feed-forward network", |i, row| {
             let (gate, up) = (&gate[i * n..][..n], &up[i * n..][..n]);
             match activation {
                 Activation::Silu if gated => kernel.rows(|| rowops::silu_mul(gate, up, row)),
@@ -82,9 +80,7 @@ impl Room {
                     kernel.rows(|| rowops::xielu(up, &numbers, row));
                 }
             }
-            kernel.rows(|| bad.check(row, c.rows.start + i));
-        });
-        bad.result(c.layer, "the feed-forward network")
+        })
     }
 }
 

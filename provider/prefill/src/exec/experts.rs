@@ -270,13 +270,9 @@ impl Shared {
         }
         host.project_on_host(&stage.input, parts);
         let (gate, up) = (&self.gate, &self.up);
-        let bad = Bad::default();
-        self.gated.reshape(m, n);
-        self.gated.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut self.gated, c, n, "the shared expert", |i, row| {
             gated(kernel, how, &gate[i * n..][..n], &up[i * n..][..n], row);
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the shared expert")?;
+        })?;
         host.project_on_host(&self.gated, vec![(&w.down, &mut self.out[..m * e])]);
         let (out, mix, mixed) = (&self.out, &self.mix, w.mix.is_some());
         let mut rows: Vec<&mut [f32]> = stage.out[..m * e].chunks_exact_mut(e).collect();

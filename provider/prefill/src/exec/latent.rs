@@ -1,6 +1,6 @@
 //! The steps of latent attention.
 
-use super::{Bad, Host, Stage, ms};
+use super::{Host, Stage, ms};
 use crate::layer::latent::{self as kind, LatentOp, LatentSpec, LatentWeights};
 use crate::model::{Model, wanted};
 use crate::plan::Command;
@@ -130,13 +130,9 @@ impl Room {
             return Ok(());
         };
         let (mid, kernel, eps) = (&self.q_mid, host.kernel, host.model.spec().eps);
-        let bad = Bad::default();
-        self.q_acts.reshape(m, k);
-        self.q_acts.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut self.q_acts, c, k, "the input of the query projection", |i, row| {
             kernel.rows(|| rowops::rms_norm(&mid[i * k..][..k], norm, eps, row));
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the input of the query projection")?;
+        })?;
         host.project_on_host(&self.q_acts, vec![(&w.q, &mut self.q[..m * n])]);
         Ok(())
     }
@@ -242,15 +238,11 @@ impl Room {
     ) -> Result<(), Error> {
         let m = c.rows.len();
         let (expanded, step) = (&self.expanded, m.next_multiple_of(TILE_ROWS));
-        let bad = Bad::default();
-        self.acts.reshape(m, k);
-        self.acts.fill(host.kernel, host.pool, |i, row| {
+        host.fill(&mut self.acts, c, k, "the output of attention", |i, row| {
             for (h, part) in row.chunks_exact_mut(a.head_v).enumerate() {
                 part.copy_from_slice(&expanded[(h * step + i) * a.head_v..][..a.head_v]);
             }
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the output of attention")?;
+        })?;
         host.project_on_host(&self.acts, vec![(&w.o, &mut stage.out[..m * n])]);
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The steps of Mamba and Mamba-2.
 
-use super::{Bad, Host, Stage, put_state};
+use super::{Host, Stage, put_state};
 use crate::layer::mamba::{self as kind, MambaOp, MambaSpec, MambaWeights};
 use crate::model::Model;
 use crate::plan::Command;
@@ -107,13 +107,10 @@ impl Room {
         vectors: usize,
     ) -> Result<(), Error> {
         let (m, inner, n, eps) = (c.rows.len(), s.inner(), rank + vectors, host.model.spec().eps);
-        let (mixed, bad) = (&self.mixed, Bad::default());
-        self.acts_mixed.reshape(m, inner);
-        self.acts_mixed.fill(host.kernel, host.pool, |i, row| {
+        let mixed = &self.mixed;
+        host.fill(&mut self.acts_mixed, c, inner, "the output of the convolution", |i, row| {
             row.copy_from_slice(&mixed[i * inner..][..inner]);
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the output of the convolution")?;
+        })?;
         let x = w.x.as_ref().expect("Mamba has this projection");
         host.project_on_host(&self.acts_mixed, vec![(x, &mut self.select[..m * n])]);
         if let Some(norms) = &w.select_norms {
@@ -169,9 +166,7 @@ impl Room {
     ) -> Result<(), Error> {
         let (m, inner, channels) = (c.rows.len(), s.inner(), s.channels());
         let (kernel, eps, out, mixed, z) = (host.kernel, host.model.spec().eps, &self.out, &self.mixed, &self.z);
-        let bad = Bad::default();
-        self.acts.reshape(m, inner);
-        self.acts.fill(kernel, host.pool, |i, row| {
+        host.fill(&mut self.acts, c, inner, "the output of the scan", |i, row| {
             scan::gather(s.shape, &out[..m * inner], m, i, row);
             let x = &mixed[i * channels..][..inner];
             kernel.rows(|| {
@@ -184,9 +179,7 @@ impl Room {
                     }
                 }
             });
-            bad.check(row, c.rows.start + i);
-        });
-        bad.result(c.layer, "the output of the scan")?;
+        })?;
         if !adds {
             host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
             return Ok(());

@@ -186,6 +186,25 @@ impl<'a, K: Kernel> Host<'a, K> {
         &self.model.weights().layers[c.layer]
     }
 
+    /// Makes rows of `k` values, one for each of the command's, and rounds them for what they will be multiplied with: `row(i, buffer)`
+    /// writes row `i`. Complains about the first that is not finite, which rounding to integers would hide; `what` names it.
+    fn fill(
+        &self,
+        acts: &mut Activations,
+        c: &Command,
+        k: usize,
+        what: &'static str,
+        row: impl Fn(usize, &mut [f32]) + Sync + Send,
+    ) -> Result<(), Error> {
+        let bad = Bad::default();
+        acts.reshape(c.rows.len(), k);
+        acts.fill(self.kernel, self.pool, |i, buffer| {
+            row(i, buffer);
+            self.kernel.rows(|| bad.check(buffer, c.rows.start + i));
+        });
+        bad.result(c.layer, what)
+    }
+
     /// `out = acts * weight + bias` for projections of the same activations; `out` is row-major, a row per position.
     fn project(&self, acts: &Activations, mut parts: Vec<(&Linear<'_>, &mut [f32])>) {
         if let (Some(offload), Some(rows)) = (self.offload, acts.rows()) {
@@ -357,9 +376,9 @@ impl<'a, K: Kernel> Run<'a, K> {
 
     /// The norm of residual rows; complains about the first row that is not finite.
     fn norm(&mut self, c: &Command, what: Input) -> Result<(), Error> {
-        let Host { kernel, pool, model, .. } = self.host;
-        let weights = self.host.weights(c);
-        let (e, eps, kind) = (model.spec().n_embd, model.spec().eps, model.spec().arch.norm);
+        let host = self.host;
+        let (weights, spec) = (host.weights(c), host.model.spec());
+        let (e, eps, kind) = (spec.n_embd, spec.eps, spec.arch.norm);
         let (both, plain) = (weights.ffn.both(), Norm::default());
         let (norm, what, factors) = match what {
             Input::Mixer => (weights.norm.as_ref(), "the input of attention", None),
@@ -376,21 +395,17 @@ impl<'a, K: Kernel> Run<'a, K> {
                 (None, "what a layer left behind", scale.map(|s| (1.0, s)))
             }
         };
-        let (bad, x) = (Bad::default(), &self.x);
-        let input = &mut self.stage.input;
-        input.reshape(c.rows.len(), e);
-        input.fill(kernel, pool, |i, row| {
+        let x = &self.x;
+        host.fill(&mut self.stage.input, c, e, what, |i, row| {
             let x = &x[(c.rows.start + i) * e..][..e];
             match norm {
-                Some(norm) => kernel.rows(|| norm.apply(kind, eps, x, row)),
+                Some(norm) => host.kernel.rows(|| norm.apply(kind, eps, x, row)),
                 None => row.copy_from_slice(x),
             }
             if let Some((by, factors)) = factors {
                 row.iter_mut().zip(factors).for_each(|(v, f)| *v = *v * by * f);
             }
-            kernel.rows(|| bad.check(row, c.rows.start + i));
-        });
-        bad.result(c.layer, what)
+        })
     }
 
     /// The residual stream times the layer's number.

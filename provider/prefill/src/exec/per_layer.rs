@@ -1,6 +1,6 @@
 //! The steps of a second embedding with a part for each layer.
 
-use super::{Bad, Host, SCRATCH, Stage, embedding};
+use super::{Host, SCRATCH, Stage, embedding};
 use crate::Error;
 use crate::arch::NormKind;
 use crate::layer::per_layer::PerLayerOp;
@@ -51,14 +51,11 @@ impl Room {
             }
             PerLayerOp::Mix => {
                 let (n, kernel) = (w.gate.weight.n(), host.kernel);
-                let (gate, input, bad) = (&self.gate, &self.input, Bad::default());
-                self.acts.reshape(m, n);
-                self.acts.fill(kernel, host.pool, |i, row| {
+                let (gate, input) = (&self.gate, &self.input);
+                host.fill(&mut self.acts, c, n, "the layer's own embedding", |i, row| {
                     let (gate, input) = (&gate[i * n..][..n], &input[i * n..][..n]);
                     SCRATCH.with_borrow_mut(|(_, half)| kernel.rows(|| rowops::gelu_mul(gate, input, row, half)));
-                    bad.check(row, c.rows.start + i);
-                });
-                bad.result(c.layer, "the layer's own embedding")?;
+                })?;
             }
             PerLayerOp::Out { n, .. } => {
                 host.project_on_host(&self.acts, vec![(&w.proj, &mut stage.out[..m * n])]);

@@ -1,6 +1,6 @@
 //! The steps of the gated short convolution.
 
-use super::{Bad, Host, Stage, put_state};
+use super::{Host, Stage, put_state};
 use crate::layer::shortconv::{self as kind, ShortConvOp};
 use crate::model::Model;
 use crate::plan::Command;
@@ -71,14 +71,11 @@ impl Room {
                 return put_state(sink, c, self.n_tokens, history, &[]);
             }
             ShortConvOp::Out { n } => {
-                let (mixed, after, bad) = (&self.mixed, &self.after, Bad::default());
-                self.acts.reshape(m, e);
-                self.acts.fill(host.kernel, host.pool, |i, row| {
+                let (mixed, after) = (&self.mixed, &self.after);
+                host.fill(&mut self.acts, c, e, "the output of the convolution", |i, row| {
                     let (mixed, after) = (&mixed[i * e..][..e], &after[i * e..][..e]);
                     row.iter_mut().zip(mixed).zip(after).for_each(|((o, m), a)| *o = m * a);
-                    bad.check(row, c.rows.start + i);
-                });
-                bad.result(c.layer, "the output of the convolution")?;
+                })?;
                 host.project_on_host(&self.acts, vec![(&w.out, &mut stage.out[..m * n])]);
             }
         }
