@@ -312,6 +312,25 @@ fn extreme_codes_do_not_overflow() {
     }
 }
 
+/// What the rows of `q`, from position `first` on, read from a cache.
+fn attend(
+    isa: Isa,
+    cache: &HeadCache,
+    q: &[f32],
+    first: usize,
+    scale: f32,
+    window: Option<Window>,
+    sink: Option<f32>,
+) -> Vec<f32> {
+    let rows = q.len() / cache.head_k();
+    // Neither right anywhere, nor what is looked for where something should not be finite.
+    let mut out = vec![7e30; rows * cache.head_v()];
+    let q_stride = cache.head_k();
+    let task = Task { q, q_stride, rows, first, scale, softcap: None, slope: 0.0, window, sink, cache };
+    with_kernel!(isa, kernel => kernel.attend(&task, &mut Scratch::default(), &mut out));
+    out
+}
+
 fn check_attention(
     isa: Isa,
     products: Products,
@@ -330,11 +349,7 @@ fn check_attention(
     let wanted = oracle::attention(&q, first, &keys, &values, f64::from(scale), window, sink.map(f64::from));
     let mut cache = HeadCache::new(products, hk, hv, n);
     keys.iter().zip(&values).for_each(|(k, v)| cache.push(k, v));
-    let flat = q.concat();
-    let mut out = vec![f32::NAN; rows * hv];
-    let task =
-        Task { q: &flat, q_stride: hk, rows, first, scale, softcap: None, slope: 0.0, window, sink, cache: &cache };
-    with_kernel!(isa, kernel => kernel.attend(&task, &mut Scratch::default(), &mut out));
+    let out = attend(isa, &cache, &q.concat(), first, scale, window, sink);
     for (i, want) in wanted.iter().enumerate() {
         // Relative to the values (deviation 1), of which the output is a mean that may cancel.
         let diff: f64 = out[i * hv..][..hv].iter().zip(want).map(|(o, w)| (f64::from(*o) - w).powi(2)).sum();
@@ -394,20 +409,7 @@ fn integer_sums_stay_within_their_bits() {
                     let key: Vec<f32> = key.iter().map(|x| x * size).collect();
                     let value: Vec<f32> = value.iter().map(|x| x * size).collect();
                     (0..n).for_each(|_| cache.push(&key, &value));
-                    let (q, mut out) = (key.clone(), vec![f32::NAN; h]);
-                    let task = Task {
-                        q: &q,
-                        q_stride: h,
-                        rows: 1,
-                        first: n - 1,
-                        scale: 1.0 / (size * size),
-                        softcap: None,
-                        slope: 0.0,
-                        window: None,
-                        sink: None,
-                        cache: &cache,
-                    };
-                    with_kernel!(isa, kernel => kernel.attend(&task, &mut Scratch::default(), &mut out));
+                    let out = attend(isa, &cache, &key, n - 1, 1.0 / (size * size), None, None);
                     // All keys are alike, so the mean of the values is the value, whatever the scores.
                     for (o, v) in out.iter().zip(&value) {
                         let off = f64::from(o - v).abs() / f64::from(size);
@@ -431,20 +433,7 @@ fn attention_keeps_what_is_not_finite() {
                 let [q, k, v] = &rows;
                 let mut cache = HeadCache::new(products, h, h, n);
                 k.chunks(h).zip(v.chunks(h)).for_each(|(k, v)| cache.push(k, v));
-                let mut out = vec![0f32; TILE_ROWS * h];
-                let task = Task {
-                    q: &q[12 * h..],
-                    q_stride: h,
-                    rows: TILE_ROWS,
-                    first: 12,
-                    scale: 1.0,
-                    softcap: None,
-                    slope: 0.0,
-                    window: None,
-                    sink: None,
-                    cache: &cache,
-                };
-                with_kernel!(isa, kernel => kernel.attend(&task, &mut Scratch::default(), &mut out));
+                let out = attend(isa, &cache, &q[12 * h..][..TILE_ROWS * h], 12, 1.0, None, None);
                 let found = out.chunks(h).any(|row| row.iter().any(|x| !x.is_finite()));
                 assert!(found, "{} {products:?} {bad} in {}", isa.name(), ["q", "k", "v"][at]);
             }

@@ -191,11 +191,7 @@ fn writer(family: &Family) -> Writer {
     }
     w.f32(&key("attention.layer_norm_rms_epsilon"), 1e-5);
     let mut rng = Rng(0x5EED);
-    let mut random = |w: &mut Writer, name: &str, ne: &[u64], mean: f32, deviation: f32| {
-        let values: Vec<f32> = (0..ne.iter().product::<u64>()).map(|_| mean + deviation * rng.normal()).collect();
-        w.tensor_f32(name, ne, &values).expect("a good tensor");
-    };
-    random(&mut w, "token_embd.weight", &[E, 50], 0.0, 0.5);
+    rng.tensor(&mut w, "token_embd.weight", &[E, 50], 0.0, 0.5);
     for i in 0..LAYERS {
         for (name, ne) in (family.layer)(i) {
             let bare = name == "ssm_a" || name.contains(".bias");
@@ -206,7 +202,7 @@ fn writer(family: &Family) -> Writer {
                 name if name.contains("conv1d") => (0.0, 0.5),
                 _ => (0.0, 0.12),
             };
-            random(&mut w, &full, &ne, mean, deviation);
+            rng.tensor(&mut w, &full, &ne, mean, deviation);
         }
     }
     w

@@ -8,11 +8,6 @@ use prefill::{Error, Model, Options, Plan};
 
 const E: u64 = 64;
 
-fn random(w: &mut Writer, rng: &mut Rng, name: &str, ne: &[u64], mean: f32, deviation: f32) {
-    let values: Vec<f32> = (0..ne.iter().product::<u64>()).map(|_| mean + deviation * rng.normal()).collect();
-    w.tensor_f32(name, ne, &values).expect("a good tensor");
-}
-
 /// A model of four layers of the architecture, the last of gemma4's without keys and values of its own; `windowed` layers have
 /// heads of 8 channels in gemma4, all others of 16.
 fn writer(arch: &'static str, windowed: [bool; 4], experts: bool) -> Writer {
@@ -52,7 +47,7 @@ fn writer(arch: &'static str, windowed: [bool; 4], experts: bool) -> Writer {
     w.array_bool(&key("attention.sliding_window_pattern"), &windowed);
     let mut rng = Rng(0x5EED);
     let w_ = &mut w;
-    let mut put = |name: &str, ne: &[u64], mean: f32, deviation: f32| random(w_, &mut rng, name, ne, mean, deviation);
+    let mut put = |name: &str, ne: &[u64], mean: f32, deviation: f32| rng.tensor(w_, name, ne, mean, deviation);
     put("token_embd.weight", &[E, 50], 0.0, 0.1);
     put("per_layer_token_embd.weight", &[4 * part, 50], 0.0, 0.2);
     put("per_layer_model_proj.weight", &[E, 4 * part], 0.0, 0.12);

@@ -36,15 +36,11 @@ fn writer(n_layer: u32) -> Writer {
     }
     w.f32(&key("attention.layer_norm_rms_epsilon"), 1e-5);
     let mut rng = Rng(0x5EED);
-    let mut random = |w: &mut Writer, name: &str, ne: &[u64], mean: f32, deviation: f32| {
-        let values: Vec<f32> = (0..ne.iter().product::<u64>()).map(|_| mean + deviation * rng.normal()).collect();
-        w.tensor_f32(name, ne, &values).expect("a good tensor");
-    };
-    random(&mut w, "token_embd.weight", &[E, 50], 0.0, 0.5);
+    rng.tensor(&mut w, "token_embd.weight", &[E, 50], 0.0, 0.5);
     for i in 0..n_layer {
         let t = |n: &str| format!("blk.{i}.{n}.weight");
         for (name, ne) in [("attn_norm", E), ("attn_q_a_norm", 20), ("attn_kv_a_norm", 24), ("ffn_norm", E)] {
-            random(&mut w, &t(name), &[ne], 1.0, 0.1);
+            rng.tensor(&mut w, &t(name), &[ne], 1.0, 0.1);
         }
         let matrices: [(&str, &[u64]); 9] = [
             ("attn_q_a", &[E, 20]),
@@ -58,7 +54,7 @@ fn writer(n_layer: u32) -> Writer {
             ("ffn_down", &[96, E]),
         ];
         for (name, ne) in matrices {
-            random(&mut w, &t(name), ne, 0.0, 0.12);
+            rng.tensor(&mut w, &t(name), ne, 0.0, 0.12);
         }
     }
     w

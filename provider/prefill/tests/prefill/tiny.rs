@@ -17,6 +17,13 @@ impl Rng {
     pub fn normal(&mut self) -> f32 {
         (0..6).map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.414
     }
+
+    /// Writes a tensor of such numbers, with another mean and deviation.
+    pub fn tensor(&mut self, w: &mut Writer, name: &str, ne: &[u64], mean: f32, deviation: f32) {
+        let n: u64 = ne.iter().product();
+        let values: Vec<f32> = (0..n).map(|_| mean + deviation * self.normal()).collect();
+        w.tensor_f32(name, ne, &values).expect("a good tensor");
+    }
 }
 
 /// Shape of a tiny model.
@@ -102,59 +109,54 @@ impl Tiny {
         let mut rng = Rng(0x5EED);
         let (e, ff) = (u64::from(self.n_embd), u64::from(self.n_ff));
         let (q, kv) = (u64::from(self.n_head * self.head), u64::from(self.n_head_kv * self.head));
-        let mut random = |w: &mut Writer, name: &str, ne: &[u64], mean: f32, deviation: f32| {
-            let n: u64 = ne.iter().product();
-            let values: Vec<f32> = (0..n).map(|_| mean + deviation * rng.normal()).collect();
-            w.tensor_f32(name, ne, &values).expect("a good tensor");
-        };
-        random(&mut w, "token_embd.weight", &[e, u64::from(self.n_vocab)], 0.0, 0.5);
+        rng.tensor(&mut w, "token_embd.weight", &[e, u64::from(self.n_vocab)], 0.0, 0.5);
         let last_norm = if self.arch == "lfm2" { "token_embd_norm.weight" } else { "output_norm.weight" };
-        random(&mut w, last_norm, &[e], 1.0, 0.1);
+        rng.tensor(&mut w, last_norm, &[e], 1.0, 0.1);
         for i in 0..self.n_layer {
             let t = |n: &str| format!("blk.{i}.{n}");
-            random(&mut w, &t("attn_norm.weight"), &[e], 1.0, 0.1);
+            rng.tensor(&mut w, &t("attn_norm.weight"), &[e], 1.0, 0.1);
             let scans = match self.arch {
                 "granitehybrid" => i != 1,
                 "nemotron_h" => i == 0,
                 arch => arch == "falcon-h1",
             };
             if scans {
-                random(&mut w, &t("ssm_in.weight"), &[e, 2 * 32 + 2 * 2 * 8 + 4], 0.0, 0.12);
-                random(&mut w, &t("ssm_conv1d.weight"), &[4, 32 + 2 * 2 * 8], 0.0, 0.5);
-                random(&mut w, &t("ssm_conv1d.bias"), &[32 + 2 * 2 * 8], 0.0, 0.3);
-                random(&mut w, &t("ssm_dt.bias"), &[4], 0.0, 0.3);
-                random(&mut w, &t("ssm_a"), &[1, 4], -0.3, 0.05);
-                random(&mut w, &t("ssm_d"), &[1, 4], 0.5, 0.1);
-                random(&mut w, &t("ssm_norm.weight"), &[16, 2], 1.0, 0.1);
-                random(&mut w, &t("ssm_out.weight"), &[32, e], 0.0, 0.12);
+                rng.tensor(&mut w, &t("ssm_in.weight"), &[e, 2 * 32 + 2 * 2 * 8 + 4], 0.0, 0.12);
+                rng.tensor(&mut w, &t("ssm_conv1d.weight"), &[4, 32 + 2 * 2 * 8], 0.0, 0.5);
+                rng.tensor(&mut w, &t("ssm_conv1d.bias"), &[32 + 2 * 2 * 8], 0.0, 0.3);
+                rng.tensor(&mut w, &t("ssm_dt.bias"), &[4], 0.0, 0.3);
+                rng.tensor(&mut w, &t("ssm_a"), &[1, 4], -0.3, 0.05);
+                rng.tensor(&mut w, &t("ssm_d"), &[1, 4], 0.5, 0.1);
+                rng.tensor(&mut w, &t("ssm_norm.weight"), &[16, 2], 1.0, 0.1);
+                rng.tensor(&mut w, &t("ssm_out.weight"), &[32, e], 0.0, 0.12);
             }
             match self.arch {
                 "granitehybrid" | "nemotron_h" if i != 1 => {}
                 "qwen35" if i != 1 => {
-                    random(&mut w, &t("attn_qkv.weight"), &[e, 64], 0.0, 0.12);
-                    random(&mut w, &t("attn_gate.weight"), &[e, 32], 0.0, 0.12);
-                    random(&mut w, &t("ssm_conv1d.weight"), &[4, 64], 0.0, 0.5);
-                    random(&mut w, &t("ssm_dt.bias"), &[4], 0.0, 0.3);
-                    random(&mut w, &t("ssm_a"), &[4], -0.3, 0.05);
-                    random(&mut w, &t("ssm_beta.weight"), &[e, 4], 0.0, 0.12);
-                    random(&mut w, &t("ssm_alpha.weight"), &[e, 4], 0.0, 0.12);
-                    random(&mut w, &t("ssm_norm.weight"), &[8], 1.0, 0.1);
-                    random(&mut w, &t("ssm_out.weight"), &[32, e], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("attn_qkv.weight"), &[e, 64], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("attn_gate.weight"), &[e, 32], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ssm_conv1d.weight"), &[4, 64], 0.0, 0.5);
+                    rng.tensor(&mut w, &t("ssm_dt.bias"), &[4], 0.0, 0.3);
+                    rng.tensor(&mut w, &t("ssm_a"), &[4], -0.3, 0.05);
+                    rng.tensor(&mut w, &t("ssm_beta.weight"), &[e, 4], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ssm_alpha.weight"), &[e, 4], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ssm_norm.weight"), &[8], 1.0, 0.1);
+                    rng.tensor(&mut w, &t("ssm_out.weight"), &[32, e], 0.0, 0.12);
                 }
                 "lfm2" if i != 1 => {
-                    random(&mut w, &t("shortconv.in_proj.weight"), &[e, 3 * e], 0.0, 0.12);
-                    random(&mut w, &t("shortconv.conv.weight"), &[3, e], 0.0, 0.5);
-                    random(&mut w, &t("shortconv.out_proj.weight"), &[e, e], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("shortconv.in_proj.weight"), &[e, 3 * e], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("shortconv.conv.weight"), &[3, e], 0.0, 0.5);
+                    rng.tensor(&mut w, &t("shortconv.out_proj.weight"), &[e, e], 0.0, 0.12);
                 }
                 arch => {
                     let gates = if arch == "qwen35" { 2 } else { 1 };
-                    random(&mut w, &t("attn_q.weight"), &[e, gates * q], 0.0, 0.12);
-                    random(&mut w, &t("attn_k.weight"), &[e, kv], 0.0, 0.12);
-                    random(&mut w, &t("attn_v.weight"), &[e, kv], 0.0, 0.12);
-                    random(&mut w, &t("attn_output.weight"), &[q, e], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("attn_q.weight"), &[e, gates * q], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("attn_k.weight"), &[e, kv], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("attn_v.weight"), &[e, kv], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("attn_output.weight"), &[q, e], 0.0, 0.12);
                     if matches!(arch, "qwen35" | "lfm2") {
-                        random(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
-                        random(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                        rng.tensor(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                        rng.tensor(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
                     }
                 }
             }
@@ -164,46 +166,46 @@ impl Tiny {
                 _ => "ffn_norm.weight",
             };
             if self.arch != "nemotron_h" {
-                random(&mut w, &t(ffn_norm), &[e], 1.0, 0.1);
+                rng.tensor(&mut w, &t(ffn_norm), &[e], 1.0, 0.1);
             }
             match self.experts {
                 None if self.arch == "nemotron_h" => {
                     if i == 2 {
-                        random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
-                        random(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
+                        rng.tensor(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
+                        rng.tensor(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
                     }
                 }
                 None => {
-                    random(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
-                    random(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
-                    random(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ffn_gate.weight"), &[e, ff], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ffn_up.weight"), &[e, ff], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ffn_down.weight"), &[ff, e], 0.0, 0.12);
                 }
                 Some((n, _)) => {
                     let n = u64::from(n);
-                    random(&mut w, &t("ffn_gate_inp.weight"), &[e, n], 0.0, 0.3);
-                    random(&mut w, &t("ffn_gate_exps.weight"), &[e, ff / 4, n], 0.0, 0.12);
-                    random(&mut w, &t("ffn_up_exps.weight"), &[e, ff / 4, n], 0.0, 0.12);
-                    random(&mut w, &t("ffn_down_exps.weight"), &[ff / 4, e, n], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ffn_gate_inp.weight"), &[e, n], 0.0, 0.3);
+                    rng.tensor(&mut w, &t("ffn_gate_exps.weight"), &[e, ff / 4, n], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ffn_up_exps.weight"), &[e, ff / 4, n], 0.0, 0.12);
+                    rng.tensor(&mut w, &t("ffn_down_exps.weight"), &[ff / 4, e, n], 0.0, 0.12);
                 }
             }
             if self.arch == "qwen2moe" {
-                random(&mut w, &t("ffn_gate_inp_shexp.weight"), &[e], 0.0, 0.3);
-                random(&mut w, &t("ffn_gate_shexp.weight"), &[e, ff / 3], 0.0, 0.12);
-                random(&mut w, &t("ffn_up_shexp.weight"), &[e, ff / 3], 0.0, 0.12);
-                random(&mut w, &t("ffn_down_shexp.weight"), &[ff / 3, e], 0.0, 0.12);
+                rng.tensor(&mut w, &t("ffn_gate_inp_shexp.weight"), &[e], 0.0, 0.3);
+                rng.tensor(&mut w, &t("ffn_gate_shexp.weight"), &[e, ff / 3], 0.0, 0.12);
+                rng.tensor(&mut w, &t("ffn_up_shexp.weight"), &[e, ff / 3], 0.0, 0.12);
+                rng.tensor(&mut w, &t("ffn_down_shexp.weight"), &[ff / 3, e], 0.0, 0.12);
             }
             if self.arch.starts_with("qwen2") {
                 for (n, len) in [("attn_q.bias", q), ("attn_k.bias", kv), ("attn_v.bias", kv)] {
-                    random(&mut w, &t(n), &[len], 0.0, 0.3);
+                    rng.tensor(&mut w, &t(n), &[len], 0.0, 0.3);
                 }
             }
             if matches!(self.arch, "qwen3" | "qwen3moe" | "gemma3") {
-                random(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
-                random(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                rng.tensor(&mut w, &t("attn_q_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
+                rng.tensor(&mut w, &t("attn_k_norm.weight"), &[u64::from(self.head)], 1.0, 0.1);
             }
             if self.arch == "gemma3" {
-                random(&mut w, &t("post_attention_norm.weight"), &[e], 1.0, 0.1);
-                random(&mut w, &t("post_ffw_norm.weight"), &[e], 1.0, 0.1);
+                rng.tensor(&mut w, &t("post_attention_norm.weight"), &[e], 1.0, 0.1);
+                rng.tensor(&mut w, &t("post_ffw_norm.weight"), &[e], 1.0, 0.1);
             }
         }
         w
