@@ -176,6 +176,22 @@ fn a_self_test_is_a_report_to_send() {
     assert!(ran.stdout.contains("what a pass shows: computed by the oracle"), "{ran:?}");
     assert!(ran.stdout.contains("a prefill of 150 tokens: "), "{ran:?}");
     run(&["selftest"]).failed(69, "no directory of kernels is given");
+    run(&["selftest", "--elfs", &elfs, "--device", "oracle", "--fds", "99"]).failed(66, "descriptor 99 is not open");
+    run(&["selftest", "--import", "own"]).failed(2, "--fds");
+    // What computes in memory of its own has one way.
+    let handed = |import: &str| {
+        let mut c = std::process::Command::new("bash");
+        c.args(["-c", "exec 7<>\"$0\"; exec \"$@\""]).arg(scene.path("memory")).arg(common::program().get_program());
+        c.args(["selftest", "--elfs", &elfs, "--device", "oracle", "--fds", "7", "--import", import]);
+        Ran::from(c.output().unwrap())
+    };
+    std::fs::write(scene.path("memory"), vec![0; 1 << 20]).unwrap();
+    let ran = handed("auto");
+    assert_eq!(ran.code, Some(0), "{ran:?}");
+    let why = "by the address of our own mapping (own): oracle launches in memory of its own";
+    assert!(ran.stdout.contains(why) && ran.stdout.contains("a copy (bounce)"), "{ran:?}");
+    let ran = handed("own");
+    assert!(ran.code == Some(69) && ran.stdout.contains("WRONG  memory of descriptor 7, a file of "), "{ran:?}");
     // What is missing depends on the machine: the shim, XRT, or a device.
     run(&["selftest", "--elfs", &elfs]).failed(69, "no ");
 }

@@ -69,15 +69,10 @@ fn sha256(path: &Path) -> String {
     String::from_utf8(output.stdout).unwrap().split(' ').next().unwrap().to_owned()
 }
 
-/// The same products by the other flow: one xclbin whose kernel takes control code as its argument.
-#[test]
-fn a_prefill_with_an_xclbin_is_the_oracles_to_the_last_bit() {
-    let scene = Scene::new(N);
-    if common::over_the_double(&scene.command(), &[], &[]).is_none() {
-        return;
-    }
-    let (built, dir) = (common::sim_kernels(), scene.path("xclbin"));
-    std::fs::create_dir(&dir).unwrap();
+/// The double's kernels of an xclbin, as a directory of their own.
+fn xclbins(dir: &Path) {
+    let built = common::sim_kernels();
+    std::fs::create_dir(dir).unwrap();
     let mut manifest = String::new();
     for (role, k, n) in [("QKV", 128, 256), ("O", 128, 128), ("GU", 128, 512), ("D", 256, 128)] {
         let files = ["gemm_i8.xclbin".to_owned(), format!("gemm_i8_K{k}_N{n}.bin")];
@@ -95,6 +90,17 @@ fn a_prefill_with_an_xclbin_is_the_oracles_to_the_last_bit() {
         );
     }
     std::fs::write(dir.join("kernels.toml"), manifest).unwrap();
+}
+
+/// The same products by the other flow: one xclbin whose kernel takes control code as its argument.
+#[test]
+fn a_prefill_with_an_xclbin_is_the_oracles_to_the_last_bit() {
+    let scene = Scene::new(N);
+    if common::over_the_double(&scene.command(), &[], &[]).is_none() {
+        return;
+    }
+    let (built, dir) = (common::sim_kernels(), scene.path("xclbin"));
+    xclbins(&dir);
     for variables in [&[][..], &[("NPUSIM_SHADOW", "1")]] {
         let mut c = scene.command();
         c.args(["--device", "sim", "--elfs"]).arg(&dir);
@@ -177,4 +183,49 @@ fn the_doctor_and_the_self_test_know_what_they_look_at() {
     for check in ["device node", "driver", "firmware", "XRT", "kernels", "self-test"] {
         assert_eq!(state(check), "ok", "{check}: {report}");
     }
+}
+
+/// `selftest` with a file of this many bytes as descriptor 7.
+fn handed(variables: &[(&str, &str)], elfs: &Path, len: u64, import: &str) -> Option<(Ran, Vec<u8>)> {
+    let memory = tempfile::NamedTempFile::new().unwrap();
+    memory.as_file().set_len(len).unwrap();
+    let mut c = Command::new("bash");
+    c.args(["-c", "exec 7<>\"$0\"; exec \"$@\""]).arg(memory.path()).arg(common::program().get_program());
+    c.args(["selftest", "--device", "sim", "--fds", "7", "--import", import, "--elfs"]).arg(elfs);
+    let ran = over_the_double(&c, variables, &[])?;
+    Some((ran, std::fs::read(memory.path()).unwrap()))
+}
+
+#[test]
+fn memory_that_is_handed_over_is_written_by_the_way_that_works() {
+    let (kernels, len) = (common::sim_kernels(), 1 << 20);
+    for (import, by) in [
+        ("auto", "by the address of our own mapping (own)"),
+        ("own", "by the address of our own mapping (own)"),
+        ("driver", "through a mapping of the driver's (driver)"),
+        ("bounce", "through a buffer of the device's and a copy (bounce)"),
+    ] {
+        let Some((ran, bytes)) = handed(&[], &kernels, len, import) else { return };
+        assert_eq!(ran.code, Some(0), "{import}: {ran:?}");
+        let line = ran.stdout.lines().find(|l| l.contains("memory of descriptor 7")).unwrap();
+        assert!(line.starts_with("ok     ") && line.contains("gets there ") && line.ends_with(by), "{line}");
+        // 128 rows of 128 sums, and behind what is watched nothing.
+        let product = 128 * 128 * 4;
+        assert!(
+            bytes[..product].iter().any(|b| *b != 0) && bytes[product + 4096..].iter().all(|b| *b == 0),
+            "{import}"
+        );
+    }
+    // Kernels of an xclbin are given no addresses.
+    let dir = tempfile::tempdir().unwrap();
+    xclbins(&dir.path().join("xclbin"));
+    let (ran, bytes) = handed(&[], &dir.path().join("xclbin"), len, "auto").unwrap();
+    assert!(ran.code == Some(0) && bytes[..128 * 128 * 4].iter().any(|b| *b != 0), "{ran:?}");
+    assert!(ran.stdout.contains("no kernel gets there by the address") && ran.stdout.contains("(bounce)\n"), "{ran:?}");
+    // A driver that takes an import amiss: a reason to have another way.
+    let (ran, _) = handed(&[("NPUSIM_FAULT", "poison")], &kernels, len, "driver").unwrap();
+    assert_eq!(ran.code, Some(69), "{ran:?}");
+    assert!(ran.stdout.contains("does not get there through a mapping of the driver's (driver): "), "{ran:?}");
+    let (ran, _) = handed(&[], &kernels, 1000, "auto").unwrap();
+    ran.failed(76, "descriptor 7, a file of 1000 bytes: the smallest product and what is watched behind it take ");
 }

@@ -206,6 +206,22 @@ impl Room {
         Ok(Room { command: Command { kernel, a: got[0], b: got[1], c: got[2] }, sizes })
     }
 
+    /// The same with a product in this buffer, which has room for it and for the canary ([`Room::product_bytes`]).
+    ///
+    /// # Errors
+    /// No memory, or no device.
+    pub fn with_product(device: &mut dyn Device, kernel: KernelId, c: Buffer) -> Result<Room, DeviceError> {
+        let mut room = Room::new(device, kernel)?;
+        device.free(std::mem::replace(&mut room.command.c, c));
+        Ok(room)
+    }
+
+    /// Bytes of the product of a kernel, and all that a launch is watched over.
+    pub fn product_bytes(spec: &Spec) -> [usize; 2] {
+        let c = spec.bytes()[2];
+        [c, c + CANARY]
+    }
+
     /// Gives the buffers back.
     pub fn free(self, device: &mut dyn Device) {
         [self.command.a, self.command.b, self.command.c].into_iter().for_each(|b| device.free(b));

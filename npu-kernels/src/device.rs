@@ -6,6 +6,7 @@
 //! launch that did not complete; what it computed is believed only after [`check`](crate::check).
 
 use crate::catalogue::{KernelId, Spec};
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 /// A buffer of a device. Its number is good for that device only.
@@ -27,6 +28,16 @@ pub struct Command {
     pub b: Buffer,
     /// The product.
     pub c: Buffer,
+}
+
+/// How a launch gets at memory that is somebody else's.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Import {
+    /// By the address of a mapping that this process made itself. The driver only holds the memory.
+    Own,
+    /// Mapped by the driver. Only for memory of this system's (udmabuf, heaps): a mapping of another device's memory that is
+    /// invalidated can fail every later launch of the process.
+    Driver,
 }
 
 /// Whether a device can run a kernel.
@@ -138,6 +149,16 @@ pub trait Device {
     /// # Errors
     /// There is no memory, or no device any more.
     fn alloc(&mut self, bytes: usize) -> Result<Buffer, DeviceError>;
+
+    /// The first `bytes` bytes of somebody else's memory as a buffer, to be named as A or C. Whether the device sees it as its
+    /// owner does is for the caller to find out, with a launch whose result is known.
+    ///
+    /// # Errors
+    /// It cannot be had; a device that launches in this process's memory has no use for it.
+    fn import(&mut self, fd: BorrowedFd<'_>, bytes: usize, how: Import) -> Result<Buffer, DeviceError> {
+        let _ = (fd, bytes, how);
+        Err(DeviceError::Other(format!("{} launches in memory of its own", self.info().kind)))
+    }
 
     /// Gives a buffer back. Launches that use it must have been waited for, or be lost.
     fn free(&mut self, buffer: Buffer);

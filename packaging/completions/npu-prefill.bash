@@ -665,7 +665,7 @@ _npu__prefill() {
             return 0
             ;;
         npu__subcmd__prefill__subcmd__selftest)
-            opts="-t -h --json --threads --elfs --device --help"
+            opts="-t -h --json --threads --elfs --device --fds --import --help"
             if [[ ${cur} == -* || ${COMP_CWORD} -eq 2 ]] ; then
                 COMPREPLY=( $(compgen -W "${opts}" -- "${cur}") )
                 return 0
@@ -685,6 +685,14 @@ _npu__prefill() {
                     ;;
                 --device)
                     COMPREPLY=($(compgen -W "auto cpu npu oracle sim" -- "${cur}"))
+                    return 0
+                    ;;
+                --fds)
+                    COMPREPLY=($(compgen -f "${cur}"))
+                    return 0
+                    ;;
+                --import)
+                    COMPREPLY=($(compgen -W "auto own driver bounce" -- "${cur}"))
                     return 0
                     ;;
                 *)

@@ -122,6 +122,11 @@ cpu\t'The host'
 npu\t'An NPU or nothing'
 oracle\t'The kernels\' arithmetic, on the host'
 sim\t'The double of an NPU'"
+complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l fds -d 'Inherited descriptors: say whether a kernel can write into their memory; overwrites their first bytes' -r
+complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l import -d 'How it gets there: own mapping, the driver\'s, or a buffer of the device\'s and a copy; auto tries the first, then the last' -r -f -a "auto\t'The first, and where that is wrong the last'
+own\t'The address of our own mapping'
+driver\t'A buffer that the driver maps'
+bounce\t'A buffer of the device\'s, copied out by the processor'"
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -l json -d 'Print JSON'
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand selftest" -s h -l help -d 'Print help'
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand models" -l json -d 'Print JSON'

@@ -86,7 +86,7 @@ pub enum Command {
     /// Say what of an NPU there is on this machine, what is missing, and what to do; exit code 69 where it cannot be used
     Doctor(DoctorArgs),
     /// Test every kernel of --elfs and a tiny prefill with them, and print a report to send
-    Selftest(DoctorArgs),
+    Selftest(SelftestArgs),
     /// List the model architectures that are supported, what each was proved on, and the cache types
     Models {
         /// Print JSON
@@ -236,7 +236,7 @@ pub struct PlanArgs {
     pub compute: ComputeArgs,
 }
 
-/// The options of `doctor` and `selftest`.
+/// The options of `doctor`, which are `selftest`'s too.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
     /// Print JSON
@@ -244,6 +244,39 @@ pub struct DoctorArgs {
     pub json: bool,
     #[command(flatten)]
     pub device: DeviceArgs,
+}
+
+/// The options of `selftest`.
+#[derive(Debug, Args)]
+pub struct SelftestArgs {
+    #[command(flatten)]
+    pub common: DoctorArgs,
+    /// Inherited descriptors: say whether a kernel can write into their memory; overwrites their first bytes
+    #[arg(long, value_name = "N[,N...]")]
+    pub fds: Option<OsString>,
+    /// How it gets there: own mapping, the driver's, or a buffer of the device's and a copy; auto tries the first, then the last
+    #[arg(
+        long,
+        value_name = "auto|own|driver|bounce",
+        value_enum,
+        default_value = "auto",
+        hide_possible_values = true,
+        requires = "fds"
+    )]
+    pub import: Import,
+}
+
+/// By which way a kernel's product gets into memory that somebody else handed over.
+#[derive(Copy, Clone, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Import {
+    /// The first, and where that is wrong the last.
+    Auto,
+    /// The address of our own mapping.
+    Own,
+    /// A buffer that the driver maps.
+    Driver,
+    /// A buffer of the device's, copied out by the processor.
+    Bounce,
 }
 
 /// The options of `layout`.

@@ -2,6 +2,7 @@
 //! Nothing is opened here but the configuration, and nothing is written. Inherited descriptors are taken over, and that
 //! first of all: by their number alone they could not be told from what is opened later.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -76,15 +77,22 @@ impl Ends {
                 Route::File(out)
             }
             (None, header, fds) => {
-                let list = fds.unwrap_or_default();
-                let about = |e: Error| e.context(format!("--fds {}", list.to_string_lossy()));
-                let numbers = kvlayout::parse_fds(&list.to_string_lossy());
-                let fds = numbers.and_then(|numbers| Inherited::take(&numbers)).map_err(|e| about(inherit_error(e)))?;
+                let fds = take_fds(&fds.unwrap_or_default())?;
                 Route::Shared(Shared { header: header.unwrap_or_default(), fds })
             }
         };
         Ok(Ends { tokens, model, route })
     }
+}
+
+/// Takes over the descriptors of `--fds`. To be called before anything is opened.
+///
+/// # Errors
+/// It is no list of descriptors, or one of them is not what a region can be in.
+pub fn take_fds(list: &OsStr) -> Result<Vec<Inherited>> {
+    let list = list.to_string_lossy();
+    let taken = kvlayout::parse_fds(&list).and_then(|numbers| Inherited::take(&numbers));
+    taken.map_err(|e| inherit_error(e).context(format!("--fds {list}")))
 }
 
 /// A handoff.

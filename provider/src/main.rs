@@ -11,6 +11,7 @@ mod engine;
 mod env;
 mod exit;
 mod file;
+mod handed;
 mod handoff;
 mod ids;
 mod inspect;

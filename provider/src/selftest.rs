@@ -9,11 +9,12 @@ use kvlayout::{CacheType, KvMap, KvSink, MemSpace, Part, Scatter, State, StateVe
 use npu_kernels::{KernelId, Spec, check};
 use prefill::{CacheParams, Model, Offload, Options, Plan};
 
-use crate::cli::DoctorArgs;
+use crate::cli::SelftestArgs;
 use crate::device;
 use crate::doctor::what_it_shows;
 use crate::exit::{self, Error, Kind, Result};
-use crate::job::Compute;
+use crate::handed;
+use crate::job::{self, Compute};
 use crate::say::{print, say};
 
 /// Seeds that every kernel is tested with.
@@ -30,7 +31,10 @@ const TOKENS: usize = 150;
 ///
 /// # Errors
 /// There is nothing to test, or something is wrong; the report says what.
-pub fn run(args: &DoctorArgs) -> Result<()> {
+pub fn run(args: &SelftestArgs) -> Result<()> {
+    let SelftestArgs { common: args, fds, import } = args;
+    // Before anything else is opened.
+    let handed = fds.as_deref().map(job::take_fds).transpose()?.unwrap_or_default();
     let mut notes = Vec::new();
     let compute = Compute::of_device(&args.device, &mut notes)?;
     notes.iter().for_each(say);
@@ -84,6 +88,11 @@ pub fn run(args: &DoctorArgs) -> Result<()> {
             wrong += 1;
             lines.push(format!("WRONG  {line}"));
         }
+    }
+    for memory in &handed {
+        let (line, right) = handed::test(&compute, dir, memory, *import)?;
+        wrong += usize::from(!right);
+        lines.push(format!("{} {line}", if right { "ok    " } else { "WRONG " }));
     }
     if args.json {
         let report = serde_json::json!({ "npu_prefill": crate::cli::VERSION, "right": wrong == 0, "lines": lines });

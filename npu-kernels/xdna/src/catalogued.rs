@@ -7,11 +7,13 @@
 use crate::buffer::Buffer as Memory;
 use crate::device::{Context, Device, Kernel};
 use crate::error::{Error, Kind};
+use crate::foreign::Foreign;
 use crate::run::{Arg, Run};
 use npu_kernels::catalogue::{Catalogue, Files, KernelFile, KernelId, Spec};
-use npu_kernels::device::{Buffer, Command, DeviceError, DeviceInfo, Fence, Support};
+use npu_kernels::device::{Buffer, Command, DeviceError, DeviceInfo, Fence, Import, Support};
 use npu_kernels::manifest;
 use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,8 +28,20 @@ enum Slot {
     Here(Memory),
     /// With us, and lent to launches that only read it.
     Lent(Arc<Memory>),
+    /// Somebody else's, mapped by us.
+    Theirs(Arc<Foreign>),
     /// With a launch, or lost with one.
     Away,
+}
+
+/// A launch that has been submitted.
+struct Pending {
+    run: Run,
+    /// Buffers that come back from it, in its order.
+    going: Vec<Buffer>,
+    /// And those that it knows by their address.
+    theirs: Vec<(Buffer, Arc<Foreign>)>,
+    context: usize,
 }
 
 /// A kernel that was loaded.
@@ -50,8 +64,7 @@ pub struct CatalogueDevice {
     info: DeviceInfo,
     kernels: Vec<Spec>,
     // Runs before kernels, kernels before contexts, contexts before the device.
-    /// Each with the buffers that come back from it, and its context.
-    pending: HashMap<u64, (Run, Vec<Buffer>, usize)>,
+    pending: HashMap<u64, Pending>,
     buffers: Vec<Option<Slot>>,
     loaded: HashMap<KernelId, Loaded>,
     contexts: Vec<Option<Shared>>,
@@ -73,6 +86,16 @@ impl CatalogueDevice {
         let (pending, buffers, loaded, contexts) = Default::default();
         let kernels = catalogue.into_kernels();
         CatalogueDevice { info, kernels, pending, buffers, loaded, contexts, device, launches: 0 }
+    }
+
+    /// A number for a buffer.
+    fn place(&mut self, slot: Slot) -> Buffer {
+        let at = self.buffers.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.buffers.push(None);
+            self.buffers.len() - 1
+        });
+        self.buffers[at] = Some(slot);
+        Buffer(at as u32)
     }
 
     fn slot(&mut self, buffer: Buffer) -> Result<&mut Slot, DeviceError> {
@@ -239,12 +262,21 @@ impl npu_kernels::Device for CatalogueDevice {
         let mut room = Vec::new();
         room.try_reserve_exact(bytes).map_err(|e| DeviceError::NoMemory { bytes, what: e.to_string() })?;
         room.resize(bytes, 0);
-        let at = self.buffers.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.buffers.push(None);
-            self.buffers.len() - 1
-        });
-        self.buffers[at] = Some(Slot::Host(room));
-        Ok(Buffer(at as u32))
+        Ok(self.place(Slot::Host(room)))
+    }
+
+    fn import(&mut self, fd: BorrowedFd<'_>, bytes: usize, how: Import) -> Result<Buffer, DeviceError> {
+        let slot = match how {
+            Import::Own => Slot::Theirs(self.device.import(fd, bytes).map_err(error)?),
+            Import::Driver => {
+                let memory = self.device.import_through_driver(fd).map_err(error)?;
+                if memory.len() < bytes {
+                    return Err(DeviceError::Misuse(format!("{bytes} bytes of a dma-buf of {}", memory.len())));
+                }
+                Slot::Here(memory)
+            }
+        };
+        Ok(self.place(slot))
     }
 
     fn free(&mut self, buffer: Buffer) {
@@ -256,6 +288,7 @@ impl npu_kernels::Device for CatalogueDevice {
     fn write(&mut self, buffer: Buffer, at: usize, bytes: &[u8]) -> Result<(), DeviceError> {
         match self.mine(buffer)? {
             Slot::Here(memory) => memory.write(at, bytes).map_err(error),
+            Slot::Theirs(memory) => memory.write(at, bytes).map_err(error),
             Slot::Host(room) => {
                 let len = room.len();
                 let to = at.checked_add(bytes.len()).and_then(|end| room.get_mut(at..end));
@@ -272,6 +305,7 @@ impl npu_kernels::Device for CatalogueDevice {
     fn read(&mut self, buffer: Buffer, at: usize, out: &mut [u8]) -> Result<(), DeviceError> {
         match self.mine(buffer)? {
             Slot::Here(memory) => memory.read(at, out).map_err(error),
+            Slot::Theirs(memory) => memory.read(at, out).map_err(error),
             Slot::Host(room) => {
                 let len = room.len();
                 let from = at.checked_add(out.len()).and_then(|end| room.get(at..end));
@@ -301,19 +335,31 @@ impl npu_kernels::Device for CatalogueDevice {
             return Err(DeviceError::Misuse(format!("buffer {} is with a launch", command.b.0)));
         };
         let b = b.clone();
+        let takes_addresses = self.loaded[&command.kernel].instructions.is_none();
         for buffer in [command.a, command.c] {
-            self.mine(buffer)?;
+            if let Slot::Theirs(_) = self.mine(buffer)?
+                && !takes_addresses
+            {
+                let what = "a kernel of an xclbin takes buffers of its own groups, not another's memory".to_owned();
+                return Err(DeviceError::Kernel { kernel: self.kernels[command.kernel.0].name.clone(), what });
+            }
         }
-        let mut args: Vec<(usize, Buffer, Option<Arg>)> = vec![(places[1], command.b, Some(Arg::Shared(b)))];
+        let mut args = vec![(places[1], command.b, Arg::Shared(b))];
+        let mut theirs = Vec::new();
         for (buffer, place) in [(command.a, places[0]), (command.c, places[2])] {
-            let Slot::Here(memory) = std::mem::replace(self.slot(buffer)?, Slot::Away) else {
-                return Err(DeviceError::Misuse(format!("A and C are one buffer, {}", buffer.0)));
+            let arg = match std::mem::replace(self.slot(buffer)?, Slot::Away) {
+                Slot::Here(memory) => Arg::Buffer(memory),
+                Slot::Theirs(memory) => {
+                    theirs.push((buffer, memory.clone()));
+                    Arg::Foreign(memory, 0)
+                }
+                _ => return Err(DeviceError::Misuse(format!("A and C are one buffer, {}", buffer.0))),
             };
-            args.push((place, buffer, Some(Arg::Buffer(memory))));
+            args.push((place, buffer, arg));
         }
         args.sort_by_key(|(place, ..)| *place);
-        let going: Vec<Buffer> = args.iter().filter(|(_, b, _)| *b != command.b).map(|(_, b, _)| *b).collect();
-        let args = args.into_iter().filter_map(|(.., arg)| arg).collect();
+        let going = args.iter().filter(|(.., arg)| matches!(arg, Arg::Buffer(_))).map(|(_, b, _)| *b).collect();
+        let args = args.into_iter().map(|(.., arg)| arg).collect();
         let loaded = &self.loaded[&command.kernel];
         let run = match &loaded.instructions {
             None => loaded.kernel.start(args),
@@ -322,20 +368,22 @@ impl npu_kernels::Device for CatalogueDevice {
         let run = run.map_err(error)?;
         let context = loaded.context;
         self.launches += 1;
-        self.pending.insert(self.launches, (run, going, context));
+        self.pending.insert(self.launches, Pending { run, going, theirs, context });
         Ok(Fence(self.launches))
     }
 
     fn wait(&mut self, fence: Fence, limit: Duration) -> Result<(), DeviceError> {
         let pending = self.pending.remove(&fence.0);
-        let (run, going, context) = pending.ok_or_else(|| DeviceError::Misuse(format!("no launch {}", fence.0)))?;
+        let Pending { run, going, theirs, context } =
+            pending.ok_or_else(|| DeviceError::Misuse(format!("no launch {}", fence.0)))?;
         let memory = run.wait(limit).map_err(error)?;
         if let Some(shared) = &mut self.contexts[context] {
             shared.used = Instant::now();
         }
-        for (buffer, memory) in going.into_iter().zip(memory) {
+        let back = going.into_iter().zip(memory.into_iter().map(Slot::Here));
+        for (buffer, memory) in back.chain(theirs.into_iter().map(|(buffer, memory)| (buffer, Slot::Theirs(memory)))) {
             if let Some(slot) = self.buffers.get_mut(buffer.0 as usize).and_then(Option::as_mut) {
-                *slot = Slot::Here(memory);
+                *slot = memory;
             }
         }
         Ok(())
