@@ -5,7 +5,6 @@ use crate::arch::{NormKind, Over};
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights, LowRank};
 use crate::model::{Model, rotation, wanted};
 use crate::plan::Command;
-use crate::spec::Spec;
 use crate::weights::{Linear, Norm, distinct};
 use crate::{Error, KvSink};
 use kvlayout::{Part, hadamard};
@@ -28,10 +27,14 @@ const IN_WORDS: &[&str] = &["llama"];
 
 /// What a layer's attention multiplies. Integers of 16 bits, where the processor is faster with them and where queries, keys and values
 /// were products of 8-bit codes anyway; with weights that are exact, attention is as well. So it is in models with experts: a
-/// router near a tie makes a large difference of a small one, and then we would be farther from the server than it is from itself.
-fn products<K: Kernel>(spec: &Spec, w: &AttentionWeights<'_>) -> Products {
+/// router near a tie makes a large difference of a small one, and then we would be farther from the server than it is from itself. And so
+/// it is where the cache is quantised: of a last bit comes another code there, and one row of SmolLM2's turned by too much.
+fn products<K: Kernel>(host: &Host<'_, K>, w: &AttentionWeights<'_>) -> Products {
     let coded = |linear: &Linear<'_>| linear.weight.ty().code_form().is_some();
-    let allowed = IN_WORDS.contains(&spec.arch.name) && spec.layers.iter().all(|l| l.ffn.experts().is_none());
+    let spec = host.model.spec();
+    let allowed = IN_WORDS.contains(&spec.arch.name)
+        && spec.layers.iter().all(|l| l.ffn.experts().is_none())
+        && ![host.round_k, host.round_v].iter().any(|ty| ty.is_quantised());
     if K::WORDS && allowed && coded(&w.q) && coded(&w.k) && w.v.as_ref().is_none_or(coded) {
         Products::Words
     } else {
@@ -307,7 +310,7 @@ impl Room {
             });
             drop(rows);
             if c.rows.start == 0 {
-                self.clear_caches(a, products::<K>(spec, w));
+                self.clear_caches(a, products(host, w));
             }
             let (k, v) = (&self.k[..m * nk], &self.v[..m * nv]);
             host.pool.for_each_mut(&mut self.caches[..a.n_head_kv], |h, cache| {
