@@ -192,6 +192,19 @@ fn a_self_test_is_a_report_to_send() {
     assert!(ran.stdout.contains(why) && ran.stdout.contains("a copy (bounce)"), "{ran:?}");
     let ran = handed("own");
     assert!(ran.code == Some(69) && ran.stdout.contains("WRONG  memory of descriptor 7, a file of "), "{ran:?}");
+    // A file that promises more than its full disk has: writing to it through a mapping would end the process.
+    let script =
+        "mount -t tmpfs -o size=16k none \"$0\" || exit 99; truncate -s 1M \"$0/m\"; exec 7<>\"$0/m\"; exec \"$@\"";
+    std::fs::create_dir(scene.path("disk")).unwrap();
+    let mut c = std::process::Command::new("unshare");
+    c.args(["-rm", "bash", "-c", script]).arg(scene.path("disk")).arg(common::program().get_program());
+    c.args(["selftest", "--elfs", &elfs, "--device", "oracle", "--fds", "7"]);
+    let ran = Ran::from(c.output().unwrap());
+    if ran.code == Some(99) || ran.stderr.contains("unshare: ") {
+        println!("skipped: no mount namespaces here");
+    } else {
+        ran.failed(74, "the system has no memory behind its first ");
+    }
     // What is missing depends on the machine: the shim, XRT, or a device.
     run(&["selftest", "--elfs", &elfs]).failed(69, "no ");
 }

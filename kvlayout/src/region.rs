@@ -259,7 +259,10 @@ impl Mapping {
 
     /// Has the system find memory for these bytes now, where it can be asked to, instead of killing us when we write to them.
     /// Changes none of them.
-    fn back(&self, at: u64, len: u64) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// There is none, or they do not lie inside.
+    pub fn back(&self, at: u64, len: u64) -> io::Result<()> {
         check_inside(self.len(), at, len as usize)?;
         let at = self.skip + at as usize;
         match self.map.advise_range(Advice::PopulateWrite, at, len as usize) {

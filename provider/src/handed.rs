@@ -45,7 +45,11 @@ pub fn test(compute: &Compute, elfs: &Path, memory: &Inherited, import: Import) 
             let text = format!("the smallest product and what is watched behind it take {needs} bytes");
             return Err(Error::new(Kind::Refused, text).context(about));
         }
-        match launch_into(&mut *opened, kernel, memory, *way) {
+        let view = Mapping::new(memory, 0, needs as u64).and_then(|view| view.back(0, needs as u64).map(|()| view));
+        let view = view.map_err(|e| {
+            Error::new(Kind::Io, e).context(format!("{about}: the system has no memory behind its first {needs} bytes"))
+        })?;
+        match launch_into(&mut *opened, kernel, memory, &view, *way) {
             Ok(()) => {
                 line += &format!(": {name} gets there {}", words(*way));
                 return Ok((line, true));
@@ -77,6 +81,7 @@ fn launch_into(
     device: &mut dyn Device,
     kernel: KernelId,
     memory: &Inherited,
+    view: &Mapping,
     way: Import,
 ) -> std::result::Result<(), String> {
     let spec = device.kernels()[kernel.0].clone();
@@ -86,7 +91,6 @@ fn launch_into(
         Import::Driver => Some(device::Import::Driver),
         Import::Own | Import::Auto => Some(device::Import::Own),
     };
-    let view = Mapping::new(memory, 0, watched as u64).map_err(|e| format!("mapping it: {e}"))?;
     let room = match how {
         None => Room::new(device, kernel),
         Some(how) => device.import(memory.as_fd(), watched, how).and_then(|c| Room::with_product(device, kernel, c)),
