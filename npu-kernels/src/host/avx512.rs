@@ -363,10 +363,10 @@ fn quantise_row(tile: &mut CodeTile, i: usize, row: &[f32]) {
     } else {
         for (s, x) in row.as_chunks::<256>().0.iter().enumerate() {
             let blocks = x.as_chunks::<32>().0;
-            let amax = blocks.iter().map(|x| amax32(x)).fold(0f32, f32::max);
-            let max = x.iter().copied().find(|v| v.abs() == amax).unwrap_or(0.0);
-            let inverse = if amax > 0.0 { -127.0 / max } else { 0.0 };
-            let scale = if amax > 0.0 { 1.0 / inverse } else { 0.0 };
+            let max = first_largest(x);
+            let some = max != 0.0;
+            let inverse = if some { -127.0 / max } else { 0.0 };
+            let scale = if some { 1.0 / inverse } else { 0.0 };
             for (b, x) in blocks.iter().enumerate() {
                 let (words, sums) = round32(x, inverse);
                 tile.set_block((i, s * 8 + b), &words, sums, (scale, scale), half);
@@ -387,6 +387,24 @@ fn halves(x: &[f32; 32]) -> [__m512; 2] {
 fn amax32(x: &[f32; 32]) -> f32 {
     let [a, b] = halves(x);
     _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)))
+}
+
+/// The first of the values whose magnitude none exceeds.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+fn first_largest(x: &[f32; 256]) -> f32 {
+    let lines = x.as_chunks::<16>().0;
+    // SAFETY: sixteen floats each.
+    let magnitude = |line: &[f32; 16]| _mm512_abs_ps(unsafe { _mm512_loadu_ps(line.as_ptr()) });
+    let amax = lines.iter().map(magnitude).fold(_mm512_setzero_ps(), |a, b| _mm512_max_ps(a, b));
+    let amax = _mm512_set1_ps(_mm512_reduce_max_ps(amax));
+    for line in lines {
+        let equal = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(magnitude(line), amax);
+        if equal != 0 {
+            return line[equal.trailing_zeros() as usize];
+        }
+    }
+    // Nothing is equal to a NaN.
+    0.0
 }
 
 /// The lanes of a register.
@@ -429,30 +447,30 @@ fn mul_panels<const P: usize, const R: usize>(
         tile.assert_fits(form, panel);
     }
     let (extra, form) = (&tile.extras[form], panels[0].form);
+    let side = if form.has_min { extra.sums.as_ptr().cast() } else { extra.start.as_ptr() };
+    let loops = match (tile.block(), form.sub, form.has_min) {
+        (32, 32, true) => mul_codes::<32, true, 32, P, R>,
+        (32, 32, false) => mul_codes::<32, false, 32, P, R>,
+        (32, _, true) => mul_codes::<16, true, 32, P, R>,
+        (32, _, false) => mul_codes::<16, false, 32, P, R>,
+        (_, 32, true) => mul_codes::<32, true, 256, P, R>,
+        (_, 32, false) => mul_codes::<32, false, 256, P, R>,
+        (_, _, true) => mul_codes::<16, true, 256, P, R>,
+        (_, _, false) => mul_codes::<16, false, 256, P, R>,
+    };
     // SAFETY: the first argument proves the instructions; the lengths checked here are all that the loops read.
-    unsafe {
-        if form.has_min {
-            match form.sub {
-                32 => mul_codes::<32, true, P, R>(tile, extra.sums.as_ptr().cast(), panels, out),
-                _ => mul_codes::<16, true, P, R>(tile, extra.sums.as_ptr().cast(), panels, out),
-            }
-        } else {
-            match form.sub {
-                32 => mul_codes::<32, false, P, R>(tile, extra.start.as_ptr(), panels, out),
-                _ => mul_codes::<16, false, P, R>(tile, extra.start.as_ptr(), panels, out),
-            }
-        }
-    }
+    unsafe { loops(tile, side, panels, out) }
 }
 
 /// Tile times panels. Per sub-block the integer products of `R` rows and sixteen columns of each panel build up in
-/// registers, then join the float sums in as many more.
+/// registers, then join the float sums in as many more, times the scales. Activations share theirs over `BLOCK` values: where
+/// these are several sub-blocks it joins at their end, with the minima, and the loop over them has neither.
 ///
 /// # Safety
-/// The panels' `k` is a multiple of 32, the buffers of tile and panels are as long as their documentation says, and
+/// The panels' `k` is a multiple of `BLOCK`, the buffers of tile and panels are as long as their documentation says, and
 /// `side` points to `[k / SUB][row]` i32 start values (`MIN` false) or f32 sums (`MIN` true).
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn mul_codes<const SUB: usize, const MIN: bool, const P: usize, const R: usize>(
+unsafe fn mul_codes<const SUB: usize, const MIN: bool, const BLOCK: usize, const P: usize, const R: usize>(
     tile: &CodeTile,
     side: *const i32,
     panels: [&CodePanel; P],
@@ -467,43 +485,60 @@ unsafe fn mul_codes<const SUB: usize, const MIN: bool, const P: usize, const R: 
         let act_scales = tile.scales.as_ptr().wrapping_add(r);
         let side = side.wrapping_add(r);
         let mut total = [[_mm512_setzero_ps(); P]; R];
-        for s in 0..panels[0].k / SUB {
-            // SAFETY: s < k / SUB and r + R <= TILE_ROWS, so every offset stays inside the lengths promised above:
-            // words and codes hold SUB / 4 groups per sub-block, side, scales and mins one line each, act_scales one
-            // line per 32 values.
+        for block in 0..panels[0].k / BLOCK {
+            // SAFETY: block < k / BLOCK, s < k / SUB and r + R <= TILE_ROWS, so every offset stays inside the lengths
+            // promised above: words and codes hold SUB / 4 groups per sub-block, side, scales and mins one line each,
+            // act_scales one line per 32 values.
             unsafe {
-                let side = side.add(s * TILE_ROWS);
-                let mut dot = [[_mm512_setzero_si512(); P]; R];
-                if !MIN {
-                    for (i, dot) in dot.iter_mut().enumerate() {
-                        *dot = [_mm512_set1_epi32(*side.add(i)); P];
+                let subs = block * (BLOCK / SUB)..(block + 1) * (BLOCK / SUB);
+                let act = act_scales.add(block * (BLOCK / 32) * TILE_ROWS);
+                let mut part = [[_mm512_setzero_ps(); P]; R];
+                for s in subs.clone() {
+                    let mut dot = [[_mm512_setzero_si512(); P]; R];
+                    if !MIN {
+                        for (i, dot) in dot.iter_mut().enumerate() {
+                            *dot = [_mm512_set1_epi32(*side.add(s * TILE_ROWS + i)); P];
+                        }
                     }
-                }
-                for q in 0..SUB / 4 {
-                    let w = codes.map(|codes| _mm512_load_si512(codes.add(s * SUB / 4 + q).cast()));
-                    let a = words.add((s * SUB / 4 + q) * TILE_ROWS);
-                    for (i, dot) in dot.iter_mut().enumerate() {
-                        let a = _mm512_set1_epi32(*a.add(i));
-                        for (dot, w) in dot.iter_mut().zip(w) {
-                            *dot = _mm512_dpbusd_epi32(*dot, w, a);
+                    for q in 0..SUB / 4 {
+                        let w = codes.map(|codes| _mm512_load_si512(codes.add(s * SUB / 4 + q).cast()));
+                        let a = words.add((s * SUB / 4 + q) * TILE_ROWS);
+                        for (i, dot) in dot.iter_mut().enumerate() {
+                            let a = _mm512_set1_epi32(*a.add(i));
+                            for (dot, w) in dot.iter_mut().zip(w) {
+                                *dot = _mm512_dpbusd_epi32(*dot, w, a);
+                            }
+                        }
+                    }
+                    let scale = scales.map(|scales| _mm512_load_ps(scales.add(s).cast()));
+                    for i in 0..R {
+                        for p in 0..P {
+                            let dot = _mm512_cvtepi32_ps(dot[i][p]);
+                            if BLOCK == 32 {
+                                let both = _mm512_mul_ps(scale[p], _mm512_set1_ps(*act.add(i)));
+                                total[i][p] = _mm512_fmadd_ps(dot, both, total[i][p]);
+                            } else {
+                                part[i][p] = _mm512_fmadd_ps(dot, scale[p], part[i][p]);
+                            }
                         }
                     }
                 }
-                let scale = scales.map(|scales| _mm512_load_ps(scales.add(s).cast()));
-                let act = act_scales.add(s * SUB / 32 * TILE_ROWS);
-                for (i, total) in total.iter_mut().enumerate() {
-                    let act = _mm512_set1_ps(*act.add(i));
-                    for p in 0..P {
-                        let both = _mm512_mul_ps(scale[p], act);
-                        total[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i][p]), both, total[p]);
+                if BLOCK != 32 {
+                    for (i, (total, part)) in total.iter_mut().zip(&part).enumerate() {
+                        let act = _mm512_set1_ps(*act.add(i));
+                        for p in 0..P {
+                            total[p] = _mm512_fmadd_ps(part[p], act, total[p]);
+                        }
                     }
                 }
                 if MIN {
-                    let min = mins.map(|mins| _mm512_load_ps(mins.add(s).cast()));
-                    for (i, total) in total.iter_mut().enumerate() {
-                        let sum = _mm512_set1_ps(*side.cast::<f32>().add(i));
-                        for p in 0..P {
-                            total[p] = _mm512_fmadd_ps(min[p], sum, total[p]);
+                    for s in subs {
+                        let min = mins.map(|mins| _mm512_load_ps(mins.add(s).cast()));
+                        for (i, total) in total.iter_mut().enumerate() {
+                            let sum = _mm512_set1_ps(*side.cast::<f32>().add(s * TILE_ROWS + i));
+                            for p in 0..P {
+                                total[p] = _mm512_fmadd_ps(min[p], sum, total[p]);
+                            }
                         }
                     }
                 }
