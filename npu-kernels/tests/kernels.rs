@@ -8,7 +8,7 @@ use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::Window::{self, Chunk, Last};
 use npu_kernels::host::attention::{HeadCache, Products, Scratch, Task};
 use npu_kernels::host::blocks;
-use npu_kernels::host::gemm::{GroupedJob, Job, Part, gemm, gemm_grouped};
+use npu_kernels::host::gemm::{GroupedJob, Job, Part, gemm, gemm_gated, gemm_grouped};
 use npu_kernels::host::recurrent::gates;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Columns, Isa, Pool, TILE_ROWS};
@@ -171,6 +171,63 @@ fn each_group_of_rows_meets_its_own_matrix() {
         }
         check_grouped(isa, WeightType::Mxfp4, 40);
     }
+}
+
+/// Two matrices with biases, one of them with a factor; what is made of their outputs is no symmetric function, so that neither
+/// can stand for the other.
+fn check_gated(isa: Isa, ty: WeightType, threads: usize) {
+    let (m, n, k) = (TILE_ROWS * 2 + 5, 37, ty.block().0.max(64) * 2);
+    let mut rng = Rng(17);
+    let data: [Vec<u8>; 2] = std::array::from_fn(|_| weights(ty, n, k, &mut rng));
+    let gate = WeightView::new(ty, n, k, &data[0]).expect("whole rows");
+    let other = WeightView::new(ty, n, k, &data[1]).expect("whole rows").times(0.5);
+    let biases = [rng.row(n), rng.row(n)];
+    let rows: Vec<Vec<f32>> = (0..m).map(|_| rng.row(k)).collect();
+    let pool = Pool::new(threads).unwrap();
+    let mut acts = Activations::new(m, k, &[ty]);
+    let mut out = vec![f32::NAN; m * n];
+    let join = |gate: &[f32], other: &[f32], out: &mut [f32]| {
+        for ((o, g), u) in out.iter_mut().zip(gate).zip(other) {
+            *o = g - 3.0 * u;
+        }
+    };
+    with_kernel!(isa, kernel => {
+        acts.fill(kernel, &pool, |i, row| row.copy_from_slice(&rows[i]));
+        let part = |weight, bias| Part { weight, bias: Some(bias) };
+        let columns = Columns::new(&mut out, m, n);
+        gemm_gated(kernel, &pool, &acts, part(gate, &biases[0]), part(other, &biases[1]), &join, &columns);
+    });
+    let wanted = oracle::product(&rows, &gate).into_iter().zip(oracle::product(&rows, &other));
+    for (i, (gates, others)) in wanted.enumerate() {
+        let biases = biases[0].iter().zip(&biases[1]).map(|(g, u)| f64::from(*g) - 3.0 * f64::from(*u));
+        let want: Vec<f64> = gates.iter().zip(others).zip(biases).map(|((g, u), b)| g - 3.0 * u + b).collect();
+        let error = relative(&out[i * n..][..n], &want, 0.0);
+        assert!(error < GEMM_REL, "{} {ty:?} row {i}: {error:e}", isa.name());
+    }
+}
+
+#[test]
+fn gates_meet_the_other_matrix_output_by_output() {
+    for isa in available() {
+        for ty in WeightType::ALL {
+            check_gated(isa, ty, 1);
+        }
+        check_gated(isa, WeightType::Q4_K, 40);
+    }
+}
+
+#[test]
+#[should_panic(expected = "one type and shape")]
+fn a_gate_of_another_type_is_a_mistake() {
+    let (pool, data) = (Pool::new(1).unwrap(), [0u8; 64]);
+    let part =
+        |ty: WeightType| Part { weight: WeightView::new(ty, 4, 4, &data[..16 * ty.block().1]).unwrap(), bias: None };
+    let acts = Activations::new(12, 4, &[WeightType::F32, WeightType::F16]);
+    let mut out = vec![0f32; 12 * 4];
+    let (gate, other) = (part(WeightType::F32), part(WeightType::F16));
+    let join = |_: &[f32], _: &[f32], _: &mut [f32]| {};
+    let columns = Columns::new(&mut out, 12, 4);
+    gemm_gated(npu_kernels::host::scalar::Scalar, &pool, &acts, gate, other, &join, &columns);
 }
 
 #[test]

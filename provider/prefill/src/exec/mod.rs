@@ -21,7 +21,7 @@ use crate::weights::{Linear, Norm};
 use crate::{Error, Isa, KvSink};
 use kvlayout::{CacheType, Part};
 use npu_kernels::host::acts::Activations;
-use npu_kernels::host::gemm::{Job, gemm};
+use npu_kernels::host::gemm::{self, Job, Join, gemm, gemm_gated};
 use npu_kernels::host::recurrent::conv::History;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Columns, Kernel, Pool, Slab};
@@ -226,6 +226,15 @@ impl<'a, K: Kernel> Host<'a, K> {
             jobs.push(Job { weight: linear.weight, bias: linear.bias.as_deref(), out });
         }
         gemm(self.kernel, self.pool, acts, &jobs);
+    }
+
+    /// What `join` makes of the outputs of two projections, on the host (see [`gemm_gated`]).
+    fn project_gated(&self, acts: &Activations, gate: &Linear<'_>, up: &Linear<'_>, join: Join<'_>, out: &mut [f32]) {
+        fn part<'a>(linear: &'a Linear<'_>) -> gemm::Part<'a> {
+            gemm::Part { weight: linear.weight, bias: linear.bias.as_deref() }
+        }
+        let out = Columns::new(out, acts.m(), up.weight.n());
+        gemm_gated(self.kernel, self.pool, acts, part(gate), part(up), join, &out);
     }
 
     /// Rows of the embedding's length become their RMS norm, with the same row of `others` added.
