@@ -186,6 +186,7 @@ impl<'g> Engine<'g> {
             type_v: decoder.type_v,
             n_ctx: decoder.n_ctx,
             attn_rot: decoder.attn_rot.unwrap_or(true),
+            flash_attn: !decoder.v_trans,
         };
         Ok(Prepared { engine: self, options })
     }

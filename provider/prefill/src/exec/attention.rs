@@ -27,12 +27,14 @@ const IN_WORDS: &[&str] = &["llama"];
 
 /// What a layer's attention multiplies. Integers of 16 bits, where the processor is faster with them and where queries, keys and values
 /// were products of 8-bit codes anyway; with weights that are exact, attention is as well. So it is in models with experts: a
-/// router near a tie makes a large difference of a small one, and then we would be farther from the server than it is from itself. And so
-/// it is where the cache is quantised: of a last bit comes another code there, and one row of SmolLM2's turned by too much.
+/// router near a tie makes a large difference of a small one, and then we would be farther from the server than it is from itself. So
+/// it is where the cache is quantised: of a last bit comes another code there, and one row of SmolLM2's turned by too much. And so
+/// without flash attention, where servers round less: replies of SmolLM2's parted from theirs sooner than their own variants' do.
 fn products<K: Kernel>(host: &Host<'_, K>, w: &AttentionWeights<'_>) -> Products {
     let coded = |linear: &Linear<'_>| linear.weight.ty().code_form().is_some();
     let spec = host.model.spec();
     let allowed = IN_WORDS.contains(&spec.arch.name)
+        && host.flash_attn
         && spec.layers.iter().all(|l| l.ffn.experts().is_none())
         && ![host.round_k, host.round_v].iter().any(|ty| ty.is_quantised());
     if K::WORDS && allowed && coded(&w.q) && coded(&w.k) && w.v.as_ref().is_none_or(coded) {

@@ -48,13 +48,16 @@ pub struct Options {
     pub n_ctx: Option<u32>,
     /// The decoder rotates the rows of quantised caches.
     pub attn_rot: bool,
+    /// The decoder's attention is the fused kind, which rounds more.
+    pub flash_attn: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let (type_k, type_v) = (CacheType::F16, CacheType::F16);
-        Options { threads, chunk: 512, isa: Isa::detect(), type_k, type_v, n_ctx: None, attn_rot: true }
+        let isa = Isa::detect();
+        Options { threads, chunk: 512, isa, type_k, type_v, n_ctx: None, attn_rot: true, flash_attn: true }
     }
 }
 
@@ -136,6 +139,7 @@ pub fn run_on(
                 round_q: round_q(options),
                 n_ctx: options.n_ctx,
                 attn_rot: options.attn_rot,
+                flash_attn: options.flash_attn,
                 offload,
             };
             Run::new(host, tokens, &plan).all(&plan, sink, hooks)
@@ -174,6 +178,8 @@ struct Host<'a, K> {
     round_q: CacheType,
     /// Quantised rows are rotated before they are stored.
     attn_rot: bool,
+    /// The decoder's attention is fused.
+    flash_attn: bool,
     /// The decoder's context.
     n_ctx: Option<u32>,
     /// The device beside the host, if there is one. Asked once for each group of projections, and by one thread.
