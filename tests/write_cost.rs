@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use gguf::Gguf;
 use kvlayout::{
-    CacheType, Guard, Inherited, KvMap, KvSink, Mapping, Part, Regions, Scatter, ShareLayout, StateFile, StateVersion,
+    Alone, CacheType, Guard, Inherited, KvMap, KvSink, Mapping, Part, Regions, Rows, Scatter, ShareLayout, Spread,
+    StateFile, StateVersion,
 };
 use prefill::{CacheParams, Hooks, Model, Options};
 
@@ -43,14 +44,19 @@ impl KvSink for Beside<'_> {
         positions: Range<u32>,
         rows: &[f32],
     ) -> Result<(), kvlayout::SinkError> {
-        self.sink.put_rows(layer, part, positions.clone(), rows)?;
-        let w = self.map.window(layer, part).unwrap();
-        let len = positions.len() * w.row_bytes as usize;
-        self.bytes.resize(self.bytes.len().max(len), 1);
-        let started = Instant::now();
-        let at = w.offset + u64::from(positions.start) * w.row_bytes;
-        self.to[usize::from(w.region)].write(at, &self.bytes[..len])?;
-        self.copying += started.elapsed();
+        self.put_tensors(&[Rows { layer, part, positions, rows, largest: None }], &Alone)
+    }
+    fn put_tensors(&mut self, all: &[Rows<'_>], spread: &dyn Spread) -> Result<(), kvlayout::SinkError> {
+        self.sink.put_tensors(all, spread)?;
+        for Rows { layer, part, positions, .. } in all {
+            let w = self.map.window(*layer, *part).unwrap();
+            let len = positions.len() * w.row_bytes as usize;
+            self.bytes.resize(self.bytes.len().max(len), 1);
+            let started = Instant::now();
+            let at = w.offset + u64::from(positions.start) * w.row_bytes;
+            self.to[usize::from(w.region)].write(at, &self.bytes[..len])?;
+            self.copying += started.elapsed();
+        }
         Ok(())
     }
     fn wants(&self, layer: u32, part: Part) -> Range<u32> {

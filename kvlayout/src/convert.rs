@@ -7,18 +7,24 @@ use crate::CacheType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Bytes converted at a time: small enough to still be in the nearest cache when they are copied out.
-pub(crate) const PIECE: usize = 32 << 10;
+/// Bytes converted at a time: few enough to lie on the stack and to still be in the nearest cache when they are copied out, and so many
+/// that a C library copies them by the processor's own instruction, which does not fetch first what it overwrites.
+pub(crate) const STRIP: usize = 16 << 10;
 
-/// The first value that is NaN or infinite in this type, be it by rounding.
-pub(crate) fn not_finite(ty: CacheType, values: &[f32]) -> Option<usize> {
+/// The bits of the least magnitude that this type cannot hold.
+pub(crate) fn limit(ty: CacheType) -> u32 {
     // Without their sign, the bits of f32 are ordered as the values are, with infinity and NaN above all. The first value
     // that rounds to infinity lies half a step above the type's largest: a tie goes to the even one, which is infinity.
-    let limit = match ty {
+    match ty {
         CacheType::F16 => 65520.0f32.to_bits(),
         CacheType::Bf16 => 0x7f7f_8000,
         _ => f32::INFINITY.to_bits(),
-    };
+    }
+}
+
+/// The first value that is NaN or infinite in this type, be it by rounding.
+pub(crate) fn not_finite(ty: CacheType, values: &[f32]) -> Option<usize> {
+    let limit = limit(ty);
     // One pass without a branch finds the usual case, that there is none.
     let any = wide::reaches(values, limit).unwrap_or_else(|| any_reaches(values, limit));
     if any { values.iter().position(|v| reaches(*v, limit)) } else { None }

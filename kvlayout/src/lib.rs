@@ -42,11 +42,11 @@ pub use inherit::{FdKind, InheritError, Inherited, MAX_FDS, parse_fds};
 pub use map::{KvMap, Refusal, Window};
 pub use region::{Guard, Mapping, RegionError, Regions, Stopped, Touched, check_fds};
 pub use rotate::{hadamard, rotation_widths};
-pub use scatter::{KvSink, Receipt, Scatter, SinkError};
+pub use scatter::{KvSink, Receipt, Rows, Scatter, SinkError, magnitude};
 pub use share::{
     CELL_STEP, DEFAULT_UBATCH, SHARE_ALIGN, SHARE_CHUNK, ShareLayout, ShareRegion, ShareTensor, padded_ctx,
 };
-pub use space::{ByteSpace, MemSpace};
+pub use space::{Alone, ByteSpace, Make, MemSpace, Put, Spread};
 pub use spec::{KvSection, KvSpec, LayerKv, LayerRec, Order, Part, RecSection, StateVersion, UnsupportedVersion};
 pub use state::{
     Appendix, Cell, Checkpoint, Field, Kv, KvShape, ParseError, Place, Rec, RecCell, RecShape, RowsError, Section,

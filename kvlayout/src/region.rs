@@ -5,18 +5,18 @@
 #![allow(unsafe_code)]
 
 use crate::space::check_inside;
-use crate::{ByteSpace, FdKind, Inherited, KvMap, ShareLayout, SinkError};
+use crate::{Alone, ByteSpace, FdKind, Inherited, KvMap, Make, ShareLayout, SinkError, Spread};
 use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fd::{AsFd, AsRawFd, RawFd};
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
 use std::fmt;
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Bytes copied between two looks at the guard.
+/// Bytes copied between two looks at the guard, by one thread.
 const BURST: usize = 64 << 10;
 
 /// Bytes after which a device is told of what was written, so that a reader can follow the writer from layer to layer. Telling
@@ -109,19 +109,21 @@ pub enum RegionError {
 
 /// What a region's writer asks before every burst of bytes, and the record of whether it ever got to write any.
 ///
-/// A write that was allowed may still be under way when permission ends, for as long as it takes to copy 64 KiB; unless the
-/// process is stopped in the middle of it. So whoever takes memory back waits for the writer's end, or kills it.
+/// A write that was allowed may still be under way when permission ends, for as long as it takes to copy 64 KiB on each thread
+/// that writes; unless the process is stopped in the middle of it. So whoever takes memory back waits for the writer's end, or kills it.
 pub struct Guard<'a> {
-    may_write: Box<dyn FnMut() -> bool + Send + 'a>,
+    may_write: Box<dyn Fn() -> bool + Send + Sync + 'a>,
     until: Option<Instant>,
-    stopped: bool,
+    stopped: AtomicBool,
     touched: Touched,
 }
 
 impl<'a> Guard<'a> {
-    /// Writing is allowed as long as `may_write` says so. Once it has said no, it is not asked again.
-    pub fn new(may_write: impl FnMut() -> bool + Send + 'a) -> Guard<'a> {
-        Guard { may_write: Box::new(may_write), until: None, stopped: false, touched: Touched::default() }
+    /// Writing is allowed as long as `may_write` says so, which any thread that writes asks. Once it has said no, it is not asked
+    /// again.
+    pub fn new(may_write: impl Fn() -> bool + Send + Sync + 'a) -> Guard<'a> {
+        let (may_write, stopped) = (Box::new(may_write), AtomicBool::new(false));
+        Guard { may_write, until: None, stopped, touched: Touched::default() }
     }
 
     /// Always allowed: for memory that nobody takes back.
@@ -143,9 +145,13 @@ impl<'a> Guard<'a> {
     }
 
     /// Asks.
-    fn check(&mut self) -> io::Result<()> {
-        self.stopped = self.stopped || self.until.is_some_and(|t| Instant::now() >= t) || !(self.may_write)();
-        if self.stopped { Err(io::Error::other(Stopped)) } else { Ok(()) }
+    fn check(&self) -> io::Result<()> {
+        let stopped = || self.stopped.load(Ordering::SeqCst);
+        if stopped() || self.until.is_some_and(|t| Instant::now() >= t) || !(self.may_write)() {
+            self.stopped.store(true, Ordering::SeqCst);
+        }
+        // Another thread may have been told no meanwhile.
+        if stopped() { Err(io::Error::other(Stopped)) } else { Ok(()) }
     }
 }
 
@@ -167,7 +173,9 @@ impl Touched {
     }
 
     fn set(&self) {
-        self.0.store(true, Ordering::SeqCst);
+        if !self.get() {
+            self.0.store(true, Ordering::SeqCst);
+        }
     }
 }
 
@@ -320,25 +328,55 @@ struct Region {
     size: u64,
     /// Whether devices have to be told: of a dma-buf, as long as it knows what that is.
     tells: bool,
-    /// Bytes written since the beginning was told, which it has been then.
-    open: Option<u64>,
+    /// The beginning has been told and the end has not.
+    open: bool,
+    /// Bytes written since the beginning was told.
+    written: AtomicU64,
 }
 
 impl Region {
     fn begin(&mut self) -> io::Result<()> {
-        if self.tells && self.open.is_none() {
+        if self.tells && !self.open {
             self.tells = tell(&self.fd, SYNC_WRITE)?;
-            self.open = self.tells.then_some(0);
+            self.open = self.tells;
         }
         Ok(())
     }
 
     fn end(&mut self) -> io::Result<()> {
-        match self.open.take() {
-            Some(_) => tell(&self.fd, SYNC_WRITE | SYNC_END).map(drop),
-            None => Ok(()),
+        *self.written.get_mut() = 0;
+        match std::mem::take(&mut self.open) {
+            true => tell(&self.fd, SYNC_WRITE | SYNC_END).map(drop),
+            false => Ok(()),
         }
     }
+
+    /// Copies bytes in, with a look at the guard after every burst; `since` counts a thread's bytes after its last.
+    fn put(&self, guard: &Guard<'_>, since: &mut usize, at: u64, bytes: &[u8]) -> io::Result<()> {
+        check_inside(self.size, at, bytes.len())?;
+        let at = at.checked_sub(self.base).ok_or(Errno::INVAL)?;
+        check_inside(self.map.len(), at, bytes.len())?;
+        for (i, burst) in bytes.chunks(BURST).enumerate() {
+            *since += burst.len();
+            if *since > BURST {
+                guard.check()?;
+                *since = burst.len();
+            }
+            guard.touched.set();
+            self.map.write(at + (i * BURST) as u64, burst)?;
+        }
+        self.written.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn region_mut(regions: &mut [Region], region: u16) -> io::Result<&mut Region> {
+    let count = regions.len();
+    regions.get_mut(usize::from(region)).ok_or_else(|| no_region(region, count))
+}
+
+fn no_region(region: u16, count: usize) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("region {region} of {count}"))
 }
 
 /// All regions of a decoder's memory as one byte space, with the bytes of one region after the other's.
@@ -388,8 +426,8 @@ impl<'a> Regions<'a> {
                 fd: number,
                 source,
             })?;
-            let (tells, open) = (fd.kind() == FdKind::DmaBuf, None);
-            regions.push(Region { fd, map, base, size: r.size, tells, open });
+            let tells = fd.kind() == FdKind::DmaBuf;
+            regions.push(Region { fd, map, base, size: r.size, tells, open: false, written: AtomicU64::new(0) });
         }
         for (_, _, w) in map.windows() {
             let (i, r) = (usize::from(w.region), &regions[usize::from(w.region)]);
@@ -454,28 +492,39 @@ impl ByteSpace for Regions<'_> {
     }
 
     fn put_in(&mut self, region: u16, at: u64, bytes: &[u8]) -> io::Result<()> {
-        let count = self.regions.len();
-        let Some(r) = self.regions.get_mut(usize::from(region)) else {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("region {region} of {count}")));
-        };
-        check_inside(r.size, at, bytes.len())?;
-        let at = at.checked_sub(r.base).ok_or(Errno::INVAL)?;
-        check_inside(r.map.len(), at, bytes.len())?;
-        for (i, burst) in bytes.chunks(BURST).enumerate() {
+        self.put_pieces(&[region], 1, &Alone, &|_, put| put(region, at, bytes))
+    }
+
+    fn put_pieces(&mut self, regions: &[u16], n: usize, spread: &dyn Spread, make: Make<'_>) -> io::Result<()> {
+        for region in regions {
+            let r = region_mut(&mut self.regions, *region)?;
             self.guard.check()?;
-            if r.open.is_none() && r.tells {
-                r.begin()?;
-                // Announcing may have taken its time.
-                self.guard.check()?;
-            }
-            self.guard.touched.set();
-            r.map.write(at + (i * BURST) as u64, burst)?;
-            if let Some(open) = &mut r.open {
-                *open += burst.len() as u64;
-            }
+            // Announcing may take its time: every piece looks again.
+            r.begin()?;
         }
-        if r.open.is_some_and(|written| written >= TELL_EVERY) {
-            r.end()?;
+        let (all, guard) = (&self.regions, &self.guard);
+        let failed = OnceLock::new();
+        spread.each(n, &|i| {
+            if failed.get().is_some() {
+                return;
+            }
+            let mut since = BURST;
+            let result = make(i, &mut |region, at, bytes| {
+                let r = all.get(usize::from(region)).ok_or_else(|| no_region(region, all.len()))?;
+                r.put(guard, &mut since, at, bytes)
+            });
+            if let Err(e) = result {
+                let _ = failed.set(e);
+            }
+        });
+        if let Some(e) = failed.into_inner() {
+            return Err(e);
+        }
+        for region in regions {
+            let r = region_mut(&mut self.regions, *region)?;
+            if r.open && *r.written.get_mut() >= TELL_EVERY {
+                r.end()?;
+            }
         }
         Ok(())
     }

@@ -26,6 +26,12 @@ pub trait ByteSpace {
         }
     }
 
+    /// Puts `n` pieces, in any order and at the same time on the threads of `spread` where the space can: `make(i, put)` makes piece
+    /// `i` and puts its bytes, all of them in one of `regions`. After the first error no further piece is begun.
+    fn put_pieces(&mut self, _regions: &[u16], n: usize, _spread: &dyn Spread, make: Make<'_>) -> io::Result<()> {
+        (0..n).try_for_each(|i| make(i, &mut |region, at, bytes| self.put_in(region, at, bytes)))
+    }
+
     /// Whether a reader could have seen a byte that was put, where the space itself keeps account of it.
     fn touched(&self) -> Option<bool> {
         None
@@ -33,6 +39,28 @@ pub trait ByteSpace {
 
     /// Hands the bytes over to whoever reads them. A failure means that they were not.
     fn seal(self) -> io::Result<()>;
+}
+
+/// Puts bytes: region, place in it, bytes.
+pub type Put<'a> = &'a mut dyn FnMut(u16, u64, &[u8]) -> io::Result<()>;
+
+/// Makes a piece of what is to be put, and puts it.
+pub type Make<'a> = &'a (dyn Fn(usize, Put<'_>) -> io::Result<()> + Sync);
+
+/// Threads that somebody lends.
+pub trait Spread {
+    /// Runs `f(0) .. f(n - 1)`, in any order and several at a time; returns when all are done.
+    fn each(&self, n: usize, f: &(dyn Fn(usize) + Sync));
+}
+
+/// The caller's thread alone.
+#[derive(Copy, Clone, Debug)]
+pub struct Alone;
+
+impl Spread for Alone {
+    fn each(&self, n: usize, f: &(dyn Fn(usize) + Sync)) {
+        (0..n).for_each(f);
+    }
 }
 
 /// Refuses what does not lie inside `size` bytes.

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// The decoder's side of one region: memory full of a pattern. Dma-bufs are whole pages.
@@ -203,12 +203,12 @@ proptest! {
         let layout = spread(&spec, 256, 2);
         let map = KvMap::shared(&spec, &layout, 250).unwrap();
         let files = memories(kind, &layout);
-        let mut left = allowed;
+        let left = AtomicU32::new(allowed);
         // Who answers no, then yes again, is not believed.
         let may_write = move || {
-            let yes = left > 0;
-            left = if yes { left - 1 } else { 1000 };
-            yes
+            let now = left.load(Ordering::Relaxed);
+            left.store(now.checked_sub(1).unwrap_or(1000), Ordering::Relaxed);
+            now > 0
         };
         let guard = Guard::new(may_write);
         let touched = guard.touched();
@@ -282,15 +282,110 @@ fn a_stop_within_one_call_ends_it_soon() {
     let map = KvMap::shared(&spec, &layout, 4000).unwrap();
     for kind in memory::available() {
         let file = memory(kind, layout.size());
-        let mut left = 6u32;
-        let guard = Guard::new(move || {
-            left = left.saturating_sub(1);
-            left > 0
-        });
+        let left = AtomicU32::new(6);
+        let guard = Guard::new(move || left.fetch_sub(1, Ordering::Relaxed) > 1);
         let regions = Regions::map(take(&[&file]), &layout, &map, guard).unwrap();
         let mut sink = Scatter::new(map.clone(), regions).unwrap();
         let e = sink.put_rows(0, Part::K, 0..4000, &vec![1.0; 4000 * 1024]).unwrap_err();
         assert!(e.is_stopped());
+        drop(sink);
+        let changed = content(&file).iter().enumerate().filter(|(i, b)| **b != pattern(*i as u64)).count();
+        assert!(changed > 0 && changed <= 6 << 16, "{changed}");
+    }
+}
+
+/// As many threads as there are numbers, at once.
+struct All;
+
+impl Spread for All {
+    fn each(&self, n: usize, f: &(dyn Fn(usize) + Sync)) {
+        std::thread::scope(|scope| (0..n).for_each(|i| drop(scope.spawn(move || f(i)))));
+    }
+}
+
+#[test]
+fn several_threads_put_what_one_does() {
+    let types = [CacheType::F16, CacheType::Bf16, CacheType::F32];
+    for (ty, kind) in types.into_iter().flat_map(|ty| memory::available().into_iter().map(move |kind| (ty, kind))) {
+        let spec = KvSpec { type_k: ty, type_v: ty, ..dense(2, 300) };
+        let layout = spread(&spec, 512, 2);
+        let map = KvMap::shared(&spec, &layout, 500).unwrap();
+        let mut seen = Vec::new();
+        for spread in [&Alone as &dyn Spread, &All] {
+            let files = memories(kind, &layout);
+            let regions = Regions::map(take(&[&files[0], &files[1]]), &layout, &map, Guard::open()).unwrap();
+            let mut sink = Box::new(Scatter::new(map.clone(), regions).unwrap());
+            // All tensors at once, in two calls of positions, the later ones first.
+            for positions in [130..500, 0..130] {
+                let rows = map.windows().map(|(_, _, w)| values(9, positions.clone(), w.width)).collect::<Vec<_>>();
+                let all: Vec<Rows<'_>> = map
+                    .windows()
+                    .zip(&rows)
+                    .map(|((layer, part, _), rows)| Rows {
+                        layer,
+                        part,
+                        positions: positions.clone(),
+                        rows,
+                        largest: (part == Part::K).then(|| magnitude(rows)),
+                    })
+                    .collect();
+                sink.put_tensors(&all, spread).unwrap();
+            }
+            sink.commit().unwrap();
+            seen.push(files.iter().map(content).collect::<Vec<_>>());
+        }
+        assert!(seen[0] == seen[1], "{ty}");
+    }
+}
+
+#[test]
+fn of_several_tensors_none_is_touched_when_one_is_refused() {
+    let spec = dense(2, 300);
+    let layout = ShareLayout::compute(&spec, 512).unwrap();
+    let map = KvMap::shared(&spec, &layout, 500).unwrap();
+    let file = memory(Kind::Memfd, layout.size());
+    let regions = Regions::map(take(&[&file]), &layout, &map, Guard::open()).unwrap();
+    let mut sink = Scatter::new(map, regions).unwrap();
+    let good = vec![1f32; 500 * 300];
+    fn rows(layer: u32, part: Part, rows: &[f32], largest: Option<u32>) -> Rows<'_> {
+        Rows { layer, part, positions: 0..500, rows, largest }
+    }
+    for value in [f32::NAN, f32::INFINITY, 65520.0] {
+        let mut bad = good.clone();
+        bad[499 * 300 + 7] = value;
+        for largest in [None, Some(magnitude(&bad))] {
+            let all = [rows(0, Part::K, &good, None), rows(0, Part::V, &bad, largest)];
+            let e = sink.put_tensors(&all, &All).unwrap_err();
+            let place = match e {
+                SinkError::NonFinite { layer, part, position, channel, .. }
+                | SinkError::Overflow { layer, part, position, channel, .. } => (layer, part, position, channel),
+                other => panic!("{other}"),
+            };
+            assert_eq!(place, (0, Part::V, 499, 7), "{value}");
+        }
+    }
+    let twice = [rows(1, Part::K, &good, None), rows(1, Part::K, &good, None)];
+    assert!(matches!(sink.put_tensors(&twice, &All), Err(SinkError::Twice { layer: 1, part: Part::K, position: 0 })));
+    assert!(!sink.touched());
+    drop(sink);
+    assert!(content(&file).iter().enumerate().all(|(i, b)| *b == pattern(i as u64)));
+}
+
+#[test]
+fn a_stop_reaches_every_thread() {
+    let spec = dense(1, 1024);
+    let layout = ShareLayout::compute(&spec, 4096).unwrap();
+    let map = KvMap::shared(&spec, &layout, 4000).unwrap();
+    for kind in memory::available() {
+        let file = memory(kind, layout.size());
+        let left = AtomicU32::new(6);
+        let may_write = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok();
+        let regions = Regions::map(take(&[&file]), &layout, &map, Guard::new(may_write)).unwrap();
+        let mut sink = Scatter::new(map.clone(), regions).unwrap();
+        let rows = vec![1.0; 4000 * 1024];
+        let all =
+            [Part::K, Part::V].map(|part| Rows { layer: 0, part, positions: 0..4000, rows: &rows, largest: None });
+        assert!(sink.put_tensors(&all, &All).unwrap_err().is_stopped());
         drop(sink);
         let changed = content(&file).iter().enumerate().filter(|(i, b)| **b != pattern(*i as u64)).count();
         assert!(changed > 0 && changed <= 6 << 16, "{changed}");

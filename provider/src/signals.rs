@@ -138,7 +138,11 @@ impl Watch {
     /// Whether bytes may still go into the decoder's memory. Cheap: asked before every burst of them. The deadline is left to
     /// whoever asks, since it takes a look at the clock.
     pub fn may_write(&self) -> bool {
-        if self.shared.orphaned.swap(false, Ordering::SeqCst) && getppid() != self.shared.parent {
+        let orphaned = &self.shared.orphaned;
+        let gone = || getppid() != self.shared.parent;
+        // The hint stands until somebody has looked, so that no other thread passes by meanwhile, and goes before a second look,
+        // so that none that comes then is lost.
+        if orphaned.load(Ordering::SeqCst) && (gone() || (orphaned.swap(false, Ordering::SeqCst) && gone())) {
             request(&self.shared.stop, Reason::ParentGone);
         }
         self.stopped().is_none()

@@ -1,18 +1,19 @@
 //! The steps of attention.
 
-use super::{Bad, Host, SCRATCH, Stage, ms};
+use super::{Bad, Host, SCRATCH, Stage, Threads, ms};
 use crate::arch::{NormKind, Over};
 use crate::layer::attention::{self as kind, AttentionOp, AttentionSpec, AttentionWeights, LowRank};
 use crate::model::{Model, rotation, wanted};
 use crate::plan::Command;
 use crate::weights::{Linear, Norm, distinct};
 use crate::{Error, KvSink};
-use kvlayout::{Part, hadamard};
+use kvlayout::{Part, Rows, hadamard, magnitude};
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Heads, Products, Window, attention};
 use npu_kernels::host::recurrent::gates::sigmoid_mul;
 use npu_kernels::host::rowops;
 use npu_kernels::host::{Kernel, Slab};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 /// Widths in which a layer's keys, and with them queries, and its values are rotated before they are stored; 0 = not.
@@ -268,6 +269,7 @@ impl Room {
             rows.push([q, k, v]);
         }
         let bad = Bad::default();
+        let largest = [AtomicU32::new(0), AtomicU32::new(0)];
         host.pool.for_each_mut(&mut rows, |i, [q, k, v]| {
             SCRATCH.with_borrow_mut(|(buffer, _)| {
                 turn(i, q, w.q_norm.as_ref(), buffer);
@@ -288,6 +290,13 @@ impl Room {
                 hadamard(k, rot_k);
                 hadamard(v, rot_v);
                 bad.check(q, c.rows.start + i);
+                // While they are near: the sink need not look at them again.
+                for (largest, row) in largest.iter().zip([&**k, &**v]) {
+                    let bits = magnitude(row);
+                    if bits > largest.load(Ordering::Relaxed) {
+                        largest.fetch_max(bits, Ordering::Relaxed);
+                    }
+                }
             });
             round_q.round(q);
         });
@@ -296,8 +305,13 @@ impl Room {
         let started = Instant::now();
         let positions = c.rows.start as u32..c.rows.end as u32;
         if wanted(sink, c.layer as u32) {
-            sink.put_rows(c.layer as u32, Part::K, positions.clone(), &self.k[..m * nk])?;
-            sink.put_rows(c.layer as u32, Part::V, positions, &self.v[..m * nv])?;
+            let layer = c.layer as u32;
+            let all = [(Part::K, &self.k[..m * nk]), (Part::V, &self.v[..m * nv])].into_iter().zip(largest);
+            let all = all.map(|((part, rows), largest)| {
+                let (positions, largest) = (positions.clone(), Some(largest.into_inner()));
+                Rows { layer, part, positions, rows, largest }
+            });
+            sink.put_tensors(&all.collect::<Vec<_>>(), &Threads(host.pool))?;
         }
         let took = ms(started.elapsed());
         // After the sink, which names a bad key or value more closely.

@@ -1,11 +1,11 @@
 //! The steps of latent attention.
 
-use super::{Host, Stage, ms};
+use super::{Host, Stage, Threads, ms};
 use crate::layer::latent::{self as kind, LatentOp, LatentSpec, LatentWeights};
 use crate::model::{Model, wanted};
 use crate::plan::Command;
 use crate::{Error, KvSink};
-use kvlayout::Part as KvPart;
+use kvlayout::{Part as KvPart, Rows};
 use npu_kernels::WeightView;
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::attention::{HeadCache, Heads, Products, attention};
@@ -184,7 +184,9 @@ impl Room {
         let started = Instant::now();
         if wanted(sink, c.layer as u32) {
             let positions = c.rows.start as u32..c.rows.end as u32;
-            sink.put_rows(c.layer as u32, KvPart::K, positions, &self.kv[..m * row])?;
+            let (layer, rows) = (c.layer as u32, &self.kv[..m * row]);
+            let rows = Rows { layer, part: KvPart::K, positions, rows, largest: None };
+            sink.put_tensors(&[rows], &Threads(host.pool))?;
         }
         let took = ms(started.elapsed());
         if !last {

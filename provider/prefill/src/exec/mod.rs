@@ -19,7 +19,7 @@ use crate::offload::Offload;
 use crate::plan::{Command, Half, Input, Op, Plan, Work};
 use crate::weights::{Linear, Norm};
 use crate::{Error, Isa, KvSink};
-use kvlayout::{CacheType, Part};
+use kvlayout::{CacheType, Part, Spread};
 use npu_kernels::host::acts::Activations;
 use npu_kernels::host::gemm::{self, Job, Join, gemm, gemm_gated};
 use npu_kernels::host::recurrent::conv::History;
@@ -163,6 +163,15 @@ fn round_q(options: &Options) -> CacheType {
         (CacheType::F16, CacheType::F16) | (CacheType::F32, CacheType::F32) => CacheType::F32,
         (keys, _) if keys.is_quantised() => CacheType::Q8_0,
         (keys, _) => keys,
+    }
+}
+
+/// The pool's threads, lent to a sink.
+struct Threads<'a>(&'a Pool);
+
+impl Spread for Threads<'_> {
+    fn each(&self, n: usize, f: &(dyn Fn(usize) + Sync)) {
+        self.0.for_each(n, f);
     }
 }
 
