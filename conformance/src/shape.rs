@@ -118,8 +118,13 @@ impl Shape {
         let mut sliding = match (model.get(&pattern), window) {
             (_, None) => vec![false; n_layer],
             (Some(gguf::Value::Array(a)), _) if a.elem_type() == gguf::ValueType::Bool => {
-                ensure!(a.len() == n_layer, "{pattern} has {} entries for {n_layer} layers", a.len());
-                a.iter_bool()?.collect::<Result<_, _>>()?
+                // Those of blocks that only predict may be left out.
+                ensure!(
+                    [n_layer, n_block].contains(&a.len()),
+                    "{pattern} has {} entries for {n_layer} layers",
+                    a.len()
+                );
+                a.iter_bool()?.take(n_layer).collect::<Result<_, _>>()?
             }
             (value, _) => {
                 let period = value.and_then(|v| v.as_integer()).map(|n| n as usize);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Mutex;
 
 use gguf::Gguf;
-use kvlayout::{KvSink, KvSpec};
+use kvlayout::{KvSink, KvSpec, StateVersion};
 use prefill::{CacheParams, Hooks, Isa, Model, Offload, Options, Plan, Timings};
 
 use crate::exit::{self, Error, Kind, Result};
@@ -133,6 +133,14 @@ impl<'g> Engine<'g> {
     /// The architecture's name.
     pub fn architecture(&self) -> &str {
         self.gguf.architecture().unwrap_or_default()
+    }
+
+    /// Whether a state file of this version can be made of the model.
+    ///
+    /// # Errors
+    /// Servers of the version keep something else of it.
+    pub fn check_version(&self, version: StateVersion) -> Result<()> {
+        self.model.check_version(version).map_err(exit::prefill_error)
     }
 
     /// The decoder's memory for this model.

@@ -22,6 +22,7 @@ pub fn hand_over(ready: &Ready<'_>, out: &Path) -> Result<()> {
     // Refusals, the cheapest first.
     fits_context(ready)?;
     let version = state_version::choose(decoder.version, &decoder.version_by, out, &decoder.config)?;
+    engine.check_version(version.version)?;
     let decoder = &ready.settle_rotation(decoder, Some(version.version))?;
     let spec = engine.kv_spec(decoder)?;
     let work = ready.prepare(decoder)?;

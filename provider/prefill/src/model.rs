@@ -1,13 +1,13 @@
 //! A model, ready to run: its numbers and its tensors, and what the decoder's memory for it looks like.
 
-use crate::arch::RecurrentLayers;
+use crate::arch::{Nextn, RecurrentLayers};
 use crate::layer::Mixer;
 use crate::layer::attention::AttentionSpec;
 use crate::spec::Spec;
 use crate::weights::Weights;
 use crate::{Error, KvSink};
 use gguf::Gguf;
-use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, LayerRec, Part, RecSection};
+use kvlayout::{CacheType, KvSection, KvSpec, LayerKv, LayerRec, Part, RecSection, StateVersion};
 
 /// A model over a mapped file.
 #[derive(Debug)]
@@ -70,6 +70,21 @@ impl<'g> Model<'g> {
                 hint: "the decoder chooses its rotations by it; say what it was started with (-c, --ctx-size)".into(),
             }),
         }
+    }
+
+    /// Whether servers whose state files have this version keep what is known here of the model.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when they do not.
+    pub fn check_version(&self, version: StateVersion) -> Result<(), Error> {
+        let Spec { arch, n_idle, .. } = &self.spec;
+        if arch.nextn == Nextn::ApartFromV3 && *n_idle > 0 && version < StateVersion::V3 {
+            return Err(Error::Unsupported {
+                what: format!("{}.nextn_predict_layers = {n_idle} for a state file of version {version}", arch.name),
+                hint: "servers of that version keep rows for blocks that only predict; later ones do not".into(),
+            });
+        }
+        Ok(())
     }
 
     /// The decoder's memory for this model.

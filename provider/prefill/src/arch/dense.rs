@@ -2,8 +2,8 @@
 
 use super::experts::{GEMMA4_EXPERTS, LLAMA_EXPERTS};
 use super::{
-    Activation, Alibi, Arch, AttnScale, FfnShape, Latent, Layout, Mrope, Multipliers, NormKind, Norms, Over, Pairing,
-    PerLayer, Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, TemperatureRule, WindowRope, WindowRule,
+    Activation, Alibi, Arch, AttnScale, FfnShape, Latent, Layout, Mrope, Multipliers, Nextn, NormKind, Norms, Over,
+    Pairing, PerLayer, Presence, QkNorm, RecurrentLayers, RopeRule, SharedKv, TemperatureRule, WindowRope, WindowRule,
 };
 
 /// Norms before both halves.
@@ -68,7 +68,7 @@ pub(super) const LLAMA: Arch = Arch {
     recurrence: None,
     recurrent_layers: RecurrentLayers::All,
     feed_forward: true,
-    nextn: false,
+    nextn: Nextn::Never,
     examples: "Llama 1-3.x, Mistral 7B, SmolLM2, TinyLlama",
 };
 
@@ -270,6 +270,7 @@ pub(super) const TABLE: &[Arch] = &[
         }),
         rope: RopeRule::Windowed,
         rope_factors: true,
+        nextn: Nextn::ApartFromV3,
         examples: "EXAONE 4.0 1.2B, 32B",
         ..NEOX
     },
@@ -280,6 +281,7 @@ pub(super) const TABLE: &[Arch] = &[
         mrope: Mrope::Sections,
         rope_factors: false,
         partial_rope: true,
+        nextn: Nextn::ApartFromV3,
         examples: "GLM-4-0414 9B, 32B, GLM-Z1",
         ..LLAMA
     },

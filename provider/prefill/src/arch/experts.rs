@@ -5,7 +5,7 @@
 
 use super::dense::{BEFORE, HEAD_NORM, LLAMA, POST_NORMS};
 use super::{
-    Activation, Arch, AttnScale, Latent, Mrope, Multipliers, NormKind, Norms, Over, Pairing, Presence, QkNorm,
+    Activation, Arch, AttnScale, Latent, Mrope, Multipliers, Nextn, NormKind, Norms, Over, Pairing, Presence, QkNorm,
     RopeRule, TemperatureRule, WindowForm, WindowRope, WindowRule,
 };
 use crate::route::Gating;
@@ -274,6 +274,7 @@ pub(super) const TABLE: &[Arch] = &[
         rope_factors: false,
         partial_rope: true,
         norms: POST_ATTENTION,
+        nextn: Nextn::ApartFromV3,
         experts: Some(&ExpertRule {
             gating: GatingRule::Key(Some(Gating::Sigmoid)),
             width: Width::Own { or_share: false },
@@ -317,6 +318,7 @@ pub(super) const TABLE: &[Arch] = &[
         rope_factors: false,
         partial_rope: true,
         latent: Latent::Row,
+        nextn: Nextn::ApartFromV3,
         experts: Some(&ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 }),
         examples: "DeepSeek V2, V3, R1, Kimi K2",
         ..LLAMA
@@ -425,6 +427,7 @@ pub(super) const TABLE: &[Arch] = &[
         qk_norm: Presence::Required,
         rope_factors: false,
         partial_rope: true,
+        nextn: Nextn::ApartFromV3,
         experts: Some(&ExpertRule { shared: SharedRule::CountOfWidth, ..DEEPSEEK3 }),
         examples: "Ling 2.0, Ring 2.0",
         ..LLAMA
@@ -436,7 +439,7 @@ pub(super) const TABLE: &[Arch] = &[
         qk_norm: Presence::Required,
         window: Some(WindowRule { period: 4, default: Some(128), rope: WindowRope::Shared, ..WindowRule::USUAL }),
         rope: RopeRule::Windowed,
-        nextn: true,
+        nextn: Nextn::ApartFromV3,
         experts: Some(&ExpertRule { shared: SharedRule::WidthOrOne, ..DEEPSEEK3 }),
         examples: "K-EXAONE 236B-A23B",
         ..LLAMA
@@ -468,7 +471,7 @@ pub(super) const TABLE: &[Arch] = &[
         other_bias: Presence::Never,
         qk_norm: Presence::Required,
         rope_factors: false,
-        nextn: true,
+        nextn: Nextn::Apart,
         experts: Some(&ExpertRule {
             gating: GatingRule::Key(Some(Gating::Sigmoid)),
             width: Width::Own { or_share: true },

@@ -320,8 +320,8 @@ pub struct Arch {
     pub recurrent_layers: RecurrentLayers,
     /// Layers have a second half, a feed-forward network.
     pub feed_forward: bool,
-    /// The last blocks may be there to predict more tokens (`nextn_predict_layers`); a prefill does without them.
-    pub nextn: bool,
+    /// Whether the last blocks may be there to predict more tokens; a prefill does without them.
+    pub nextn: Nextn,
     /// Models that users know it by.
     pub examples: &'static str,
 }
@@ -383,6 +383,17 @@ pub enum WindowRope {
     Unscaled,
     /// That of the other layers, whatever the keys say.
     Shared,
+}
+
+/// Blocks behind the layers that only predict more tokens, as many as `nextn_predict_layers` says.
+#[derive(Copy, Clone, PartialEq, Eq, Debug)]
+pub enum Nextn {
+    /// Servers have none in such models.
+    Never,
+    /// They have no place in the decoder's memory.
+    Apart,
+    /// The same, but servers whose state files have version 2 keep rows for them.
+    ApartFromV3,
 }
 
 /// What recurrent layers consist of.

@@ -5,7 +5,7 @@ use super::experts::{
     ALWAYS, ExpertRule, GRANITE_EXPERTS, KIMI_EXPERTS, LFM2_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width,
 };
 use super::{
-    Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Norms, Pairing, Presence, Recurrence,
+    Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Nextn, Norms, Pairing, Presence, Recurrence,
     RecurrentLayers, RopeRule,
 };
 
@@ -22,7 +22,7 @@ const QWEN35: Arch = Arch {
     gated_query: true,
     recurrence: Some(Recurrence::DeltaNet { interleaved: false }),
     recurrent_layers: RecurrentLayers::Interval,
-    nextn: true,
+    nextn: Nextn::Apart,
     examples: "Qwen3.5, text",
     ..LLAMA
 };
@@ -139,6 +139,7 @@ pub(super) const TABLE: &[Arch] = &[
         name: "nemotron_h_moe",
         other_bias: Presence::Never,
         experts: Some(&NEMOTRON_EXPERTS),
+        nextn: Nextn::Apart,
         examples: "Nemotron 3 Nano 30B-A3B",
         ..NEMOTRON_H
     },

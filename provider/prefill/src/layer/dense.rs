@@ -95,7 +95,7 @@ impl DenseSpec {
 /// The numbers of each layer's xIELU; the first two as llama.cpp keeps them, before the softplus that ggml puts them through.
 fn xielu(c: &Common<'_>) -> Result<Vec<Xielu>, Error> {
     // These keys carry no architecture's name.
-    let keys = Keys { gguf: c.keys.gguf, arch: "xielu" };
+    let keys = Keys { arch: "xielu", ..c.keys };
     let read = |name: &str| {
         let all = keys.f32s(name, c.n_layer)?;
         all.ok_or_else(|| keys.wrong(name, "no such key", "a number, or one per layer"))

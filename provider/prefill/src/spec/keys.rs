@@ -12,6 +12,9 @@ pub(crate) struct Keys<'g> {
     pub gguf: &'g Gguf,
     /// What keys begin with.
     pub arch: &'static str,
+    /// Entries of an array with one for each block. Blocks that only predict more tokens have some too, and come last: what is
+    /// read here of an array are the entries of the layers.
+    pub n_block: u32,
 }
 
 impl Keys<'_> {
@@ -69,15 +72,13 @@ impl Keys<'_> {
     /// A flag for each layer, if the key is there.
     pub fn flags(&self, key: &str, n_layer: u32) -> Result<Option<Vec<bool>>, Error> {
         let Some(value) = self.gguf.get(&self.name(key)) else { return Ok(None) };
-        let found = |n: usize| self.wrong(key, format!("{n} entries"), format!("{n_layer} flags, one per layer"));
+        let found =
+            |n: usize| self.wrong(key, format!("{n} entries"), format!("{} flags, one per block", self.n_block));
         let array = value.as_array().ok_or_else(|| found(1))?;
-        if array.len() != n_layer as usize {
+        if array.len() != self.n_block as usize {
             return Err(found(array.len()));
         }
-        Ok(Some(match array.elem_type() {
-            gguf::ValueType::Bool => array.iter_bool()?.collect::<Result<_, _>>()?,
-            _ => array.iter_i64()?.map(|v| v.map(|v| v != 0)).collect::<Result<_, _>>()?,
-        }))
+        Ok(Some(first_flags(&array, n_layer)?))
     }
 
     /// One number from 1 on for all layers, or an array with one for each.
@@ -94,15 +95,9 @@ impl Keys<'_> {
         match self.gguf.get(&self.name(key)) {
             None => Ok(None),
             Some(gguf::Value::Array(array)) => {
-                if array.len() != n_layer as usize {
-                    return Err(self.wrong(
-                        key,
-                        format!("{} entries", array.len()),
-                        format!("{n_layer}, one per layer"),
-                    ));
-                }
+                self.check_len(key, &array)?;
                 let mut all = Vec::new();
-                for value in array.iter_u64()? {
+                for value in array.iter_u64()?.take(n_layer as usize) {
                     let value = u32::try_from(value?).unwrap_or(u32::MAX);
                     all.push(in_range(value)?);
                 }
@@ -117,13 +112,27 @@ impl Keys<'_> {
         let Some(gguf::Value::Array(array)) = self.gguf.get(&self.name(key)) else {
             return Ok(self.f32(key)?.map(|v| vec![v; n_layer as usize]));
         };
-        if array.len() != n_layer as usize {
-            return Err(self.wrong(key, format!("{} entries", array.len()), format!("{n_layer}, one per layer")));
-        }
-        let all = array.iter_f32()?.collect::<Result<Vec<f32>, _>>()?;
+        self.check_len(key, &array)?;
+        let all = array.iter_f32()?.take(n_layer as usize).collect::<Result<Vec<f32>, _>>()?;
         match all.iter().find(|v| !v.is_finite()) {
             Some(v) => Err(self.wrong(key, v, "finite numbers")),
             None => Ok(Some(all)),
         }
+    }
+
+    fn check_len(&self, key: &str, array: &gguf::Array<'_>) -> Result<(), Error> {
+        if array.len() == self.n_block as usize {
+            return Ok(());
+        }
+        Err(self.wrong(key, format!("{} entries", array.len()), format!("{}, one per block", self.n_block)))
+    }
+}
+
+/// The first `n` entries of an array of flags, which may be whole numbers.
+pub(super) fn first_flags(array: &gguf::Array<'_>, n: u32) -> Result<Vec<bool>, gguf::Error> {
+    let n = n as usize;
+    match array.elem_type() {
+        gguf::ValueType::Bool => array.iter_bool()?.take(n).collect(),
+        _ => array.iter_i64()?.take(n).map(|v| v.map(|v| v != 0)).collect(),
     }
 }

@@ -10,7 +10,8 @@ pub(crate) use keys::{Keys, MAX_WIDTH};
 
 use crate::Error;
 use crate::arch::{
-    self, Arch, Latent, Layout, Multipliers, NormKind, Presence, Recurrence, SharedKv, TemperatureRule, WindowForm,
+    self, Arch, Latent, Layout, Multipliers, Nextn, NormKind, Presence, Recurrence, SharedKv, TemperatureRule,
+    WindowForm,
 };
 use crate::layer::altup::{ALTUP, AltUpSpec};
 use crate::layer::attention::AttentionSpec;
@@ -106,6 +107,7 @@ pub struct Temperature {
 pub(crate) struct Common<'g> {
     pub keys: Keys<'g>,
     pub arch: &'static Arch,
+    /// Layers, without the blocks that only predict more tokens.
     pub n_layer: u32,
     pub n_embd: u32,
     pub n_ctx_train: u32,
@@ -123,8 +125,10 @@ impl Spec {
             what: format!("architecture {name:?}"),
             hint: format!("supported are {}", arch::all().map(|a| a.name).collect::<Vec<_>>().join(", ")),
         })?;
-        let keys = Keys { gguf, arch: arch.name };
-        let n_layer = keys.size("block_count", MAX_LAYERS)?;
+        let mut keys = Keys { gguf, arch: arch.name, n_block: 0 };
+        keys.n_block = keys.size("block_count", MAX_LAYERS)?;
+        let n_nextn = nextn(&keys, arch)?;
+        let n_layer = keys.n_block - n_nextn;
         let n_embd = keys.size("embedding_length", MAX_WIDTH)?;
         let n_ctx_train = keys.size("context_length", u32::MAX)?;
         let common = Common { keys, arch, n_layer, n_embd, n_ctx_train };
@@ -181,13 +185,8 @@ impl Spec {
             Ok(LayerSpec { mixer, ffn, ffn_input: ffn_input(&common, i)?, scaled })
         };
         let mut layers = mixers.into_iter().zip(ffn).enumerate().map(layer).collect::<Result<Vec<_>, Error>>()?;
-        let key = "nextn_predict_layers";
-        let n_nextn = keys.u32(key)?.filter(|_| arch.nextn).unwrap_or(0);
-        if n_nextn >= n_layer {
-            return Err(keys.wrong(key, n_nextn, format!("fewer than the {n_layer} of block_count")));
-        }
-        let n_idle = n_nextn + shared_kv(&common, n_layer - n_nextn)?;
-        layers.truncate((n_layer - n_idle) as usize);
+        let n_shared = shared_kv(&common)?;
+        layers.truncate((n_layer - n_shared) as usize);
         let (embedding_scale, residual_scale) = multipliers(&common)?;
         Ok(Spec {
             arch,
@@ -201,7 +200,7 @@ impl Spec {
             n_ctx_train,
             window: windows.map(|(n, _)| n),
             layers,
-            n_idle,
+            n_idle: n_nextn + n_shared,
             per_layer: PerLayerSpec::read(&common)?,
             altup: arch.altup.then_some(ALTUP),
             ropes,
@@ -302,9 +301,22 @@ fn multipliers(common: &Common<'_>) -> Result<(f32, f32), Error> {
     Ok((read("embedding_scale", embedding)?, residual))
 }
 
-/// How many of the `n_layer` layers, the last ones, have no keys and values of their own.
-fn shared_kv(common: &Common<'_>, n_layer: u32) -> Result<u32, Error> {
-    let Common { keys, arch, .. } = common;
+/// How many blocks behind the layers only predict more tokens.
+fn nextn(keys: &Keys<'_>, arch: &Arch) -> Result<u32, Error> {
+    let key = "nextn_predict_layers";
+    match keys.u32(key)?.unwrap_or(0) {
+        0 => Ok(0),
+        n if arch.nextn == Nextn::Never => {
+            Err(keys.unsupported(key, n, "servers have no such layers in models of this architecture"))
+        }
+        n if n >= keys.n_block => Err(keys.wrong(key, n, format!("fewer than the {} of block_count", keys.n_block))),
+        n => Ok(n),
+    }
+}
+
+/// How many of the layers, the last ones, have no keys and values of their own.
+fn shared_kv(common: &Common<'_>) -> Result<u32, Error> {
+    let Common { keys, arch, n_layer, .. } = common;
     match arch.shared_kv {
         SharedKv::None => Ok(0),
         SharedKv::From(first) => Ok(n_layer.saturating_sub(first)),
@@ -371,10 +383,6 @@ fn refuse_variants(keys: &Keys<'_>, arch: &Arch) -> Result<(), Error> {
         if let Some(v) = keys.f32(key)?.filter(|v| *v != default) {
             return Err(keys.unsupported(key, v, differ));
         }
-    }
-    // Multi-token prediction adds layers of another kind behind the ones that count.
-    if let Some(n) = keys.u32("nextn_predict_layers")?.filter(|n| *n > 0 && !arch.nextn) {
-        return Err(keys.unsupported("nextn_predict_layers", n, "layers of multi-token prediction are not built yet"));
     }
     if let Some(n) = keys.u32("num_loops")?.filter(|n| *n > 1) {
         return Err(keys.unsupported("num_loops", n, "layers that are gone through several times are not built yet"));

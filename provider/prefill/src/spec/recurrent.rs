@@ -50,7 +50,6 @@ pub(super) fn read(c: &Common<'_>) -> Result<Vec<Mixes>, Error> {
                     if every == 0 {
                         return Err(keys.wrong(key, every, "a positive number"));
                     }
-                    // Blocks that only predict attend, but nothing is made of them.
                     (1..=n).map(|i| either(!i.is_multiple_of(every))).collect()
                 }
             }

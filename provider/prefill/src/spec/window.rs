@@ -1,6 +1,7 @@
 //! Which layers see only a window of positions, and how long it is.
 
 use super::Common;
+use super::keys::first_flags;
 use crate::Error;
 use crate::arch::WindowForm;
 
@@ -24,13 +25,11 @@ pub(super) fn read(common: &Common<'_>) -> Result<Option<(u32, Vec<bool>)>, Erro
     let pattern = keys.gguf.get(&keys.name(key));
     let layers = match pattern {
         Some(gguf::Value::Array(array)) => {
-            if array.len() != *n_layer as usize {
+            // Converters leave out blocks that only predict more tokens, and servers take an array of any length.
+            if ![*n_layer, keys.n_block].map(|n| n as usize).contains(&array.len()) {
                 return Err(keys.wrong(key, format!("{} entries", array.len()), format!("{n_layer}, one per layer")));
             }
-            match array.elem_type() {
-                gguf::ValueType::Bool => array.iter_bool()?.collect::<Result<Vec<_>, _>>()?,
-                _ => array.iter_i64()?.map(|v| v.map(|v| v != 0)).collect::<Result<Vec<_>, _>>()?,
-            }
+            first_flags(&array, *n_layer)?
         }
         _ if rule.period == 0 => return Err(keys.wrong(key, "no array", format!("{n_layer} flags, one per layer"))),
         _ => {

@@ -113,6 +113,19 @@ fn afmoe(i: u32) -> Tensors {
     all
 }
 
+fn glm4moe(i: u32) -> Tensors {
+    let mut all = norms(&["attn_norm", "post_attention_norm"]);
+    all.extend(matrices(&ATTENTION));
+    match i {
+        0 => all.extend(matrices(&GATED)),
+        _ => all.extend([experts(), shared(), vec![("exp_probs_b.bias", vec![4])]].concat()),
+    }
+    if i + 1 == LAYERS {
+        all.push(("nextn.eh_proj", vec![2 * E, E]));
+    }
+    all
+}
+
 const ALL: &[Family] = &[
     Family {
         arch: "kimi-linear",
@@ -160,6 +173,11 @@ const ALL: &[Family] = &[
             ("leading_dense_block_count", 1),
         ],
         layer: afmoe,
+    },
+    Family {
+        arch: "glm4moe",
+        keys: &[("nextn_predict_layers", 1), ("expert_shared_count", 1), ("leading_dense_block_count", 1)],
+        layer: glm4moe,
     },
 ];
 
@@ -260,6 +278,8 @@ fn one_wrong_number_is_refused_with_its_key() {
         ("arctic", "expert_count", 0),
         ("grok", "attention.head_count_kv", 3),
         ("afmoe", "expert_used_count", 0),
+        ("glm4moe", "nextn_predict_layers", LAYERS),
+        ("glm4moe", "nextn_predict_layers", u32::MAX),
     ] {
         let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
         let mut w = writer(family);
@@ -293,4 +313,33 @@ fn one_wrong_number_is_refused_with_its_key() {
         let message = Model::load(&open(&w)).expect_err(key).to_string();
         assert!(message.contains(&format!("{arch}.{key}")), "{arch}.{key}: {message}");
     }
+}
+
+#[test]
+fn blocks_that_only_predict_are_no_layers() {
+    use kvlayout::StateVersion;
+    let family = ALL.iter().find(|f| f.arch == "glm4moe").expect("a family of this name");
+    let load = |arrays: &dyn Fn(&mut Writer)| {
+        let mut w = writer(family);
+        arrays(&mut w);
+        let gguf = open(&w);
+        Model::load(&gguf).map(|m| (m.spec().n_layer(), StateVersion::ALL.map(|v| m.check_version(v).is_ok())))
+    };
+    let want = (LAYERS - 1, [false, true, true]);
+    assert_eq!(load(&|_| ()).unwrap(), want);
+    // Arrays have an entry for each block, whatever it is for.
+    let heads = |w: &mut Writer, all: &[u32]| {
+        w.remove("glm4moe.attention.head_count_kv");
+        w.array_u32("glm4moe.attention.head_count_kv", all);
+    };
+    assert_eq!(load(&|w| heads(w, &[2, 2, 2, 0])).unwrap(), want);
+    let message = load(&|w| heads(w, &[2, 2, 2])).unwrap_err().to_string();
+    assert!(message.contains("glm4moe.attention.head_count_kv") && message.contains("one per block"), "{message}");
+    // Without the key the block is a layer, which has a tensor too many.
+    let message = load(&|w| {
+        w.remove("glm4moe.nextn_predict_layers");
+    })
+    .unwrap_err()
+    .to_string();
+    assert!(message.contains("nextn.eh_proj"), "{message}");
 }

@@ -220,8 +220,11 @@ fn one_wrong_number_of_a_family_is_refused_with_its_name() {
         ("qwen", "qwen.feed_forward_length", |w| {
             w.u32("qwen.feed_forward_length", 97);
         }),
+        ("nanbeige", "nanbeige.nextn_predict_layers", |w| {
+            w.u32("nanbeige.nextn_predict_layers", 1);
+        }),
         ("exaone4", "exaone4.nextn_predict_layers", |w| {
-            w.u32("exaone4.nextn_predict_layers", 1);
+            w.u32("exaone4.nextn_predict_layers", 400);
         }),
         ("nanbeige", "nanbeige.num_loops", |w| {
             w.u32("nanbeige.num_loops", 2);
