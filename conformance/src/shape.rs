@@ -88,8 +88,12 @@ impl Shape {
         let key = |k: &str| format!("{arch}.{k}");
         let number = |k: &str| -> Result<Option<usize>> { Ok(model.u32(&key(k))?.map(|n| n as usize)) };
         let need = |k: &str| number(k)?.with_context(|| format!("no {}", key(k)));
-        let (n_embd, n_block, n_head) =
-            (need("embedding_length")?, need("block_count")?, need("attention.head_count")?);
+        let (n_embd, n_block) = (need("embedding_length")?, need("block_count")?);
+        // Those of the first layer are what sizes of heads come from.
+        let n_head = match model.get(&key("attention.head_count")) {
+            Some(gguf::Value::Array(a)) => a.iter_u64()?.next().context("no layers")??.try_into()?,
+            _ => need("attention.head_count")?,
+        };
         // Blocks that only predict more tokens have no place in the memory.
         let n_layer = n_block - number("nextn_predict_layers")?.unwrap_or(0).min(n_block);
         let per_layer = |k: &str, default: usize| -> Result<Vec<usize>> {
@@ -161,7 +165,8 @@ impl Shape {
         // Every kind of attention ends in it, and nothing else has it but Kimi's delta net.
         let attending =
             |il| rows(il, "attn_output.weight", 0).is_some() && rows(il, "ssm_conv1d_q.weight", 0).is_none();
-        let mut attends: Vec<bool> = (0..n_layer).map(attending).collect();
+        // Servers keep a place for every layer of Deci's models, whatever it has.
+        let mut attends: Vec<bool> = (0..n_layer).map(|il| arch == "deci" || attending(il)).collect();
         let head_sliding = [("attention.key_length_swa", head_k), ("attention.value_length_swa", head_v)];
         let [k, v] = head_sliding.map(|(key, full)| number(key).map(|n| n.unwrap_or(full)));
         let head_sliding = [k?, v?];

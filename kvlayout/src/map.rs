@@ -66,7 +66,7 @@ impl Window {
 /// | layers × (i32, u64, rows) | **all** K tensors: type, bytes per row, *c* rows |
 /// | layers × (i32, u64, rows) | all V tensors, unless the section has none (MLA), the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
 ///
-/// A model with sliding-window and full layers has two sections, the full one first. A recurrent memory, if there is one, is
+/// Layers without attention may stand in a section, with rows of no bytes ([`LayerKv::is_empty`](crate::LayerKv::is_empty)). A model with sliding-window and full layers has two sections, the full one first. A recurrent memory, if there is one, is
 /// the last section, and not like the others:
 ///
 /// | bytes | meaning |
@@ -304,12 +304,12 @@ impl KvMap {
                 b.word(s.n_rot.1);
             }
             for part in [Part::K, Part::V].into_iter().filter(|p| *p == Part::K || !s.k_only()) {
-                for l in &s.layers {
+                for (i, l) in s.layers.iter().enumerate() {
                     let (elem, width, n_rot) = match part {
                         Part::K => (spec.type_k, l.n_embd_k, s.n_rot.0),
                         _ => (spec.type_v, l.n_embd_v, s.n_rot.1),
                     };
-                    if width == 0 {
+                    if width == 0 && (i == 0 || !l.is_empty()) {
                         return Err(Refusal::NoChannels { layer: l.layer, part });
                     }
                     check_rotation(section, part, width, n_rot)?;
@@ -329,6 +329,9 @@ impl KvMap {
                             b.word(elem.block_bytes() as u32);
                             b.word(width);
                         }
+                    }
+                    if width == 0 {
+                        continue;
                     }
                     let positions = positions.clone();
                     let mut w = Window { section, region: 0, offset: 0, row_bytes, elem, width, order, positions };

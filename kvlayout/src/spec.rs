@@ -91,6 +91,14 @@ pub struct KvSection {
     pub n_rot: (u32, u32),
 }
 
+impl LayerKv {
+    /// Whether the layer has neither keys nor values, and a place in the memory all the same: servers keep one for every layer of
+    /// some models, though not all attend (Deci's). Only behind a layer that has some.
+    pub fn is_empty(&self) -> bool {
+        self.n_embd_k == 0 && self.n_embd_v == 0
+    }
+}
+
 /// One layer of a recurrent memory. Both rows are f32.
 #[derive(Copy, Clone, PartialEq, Eq, Hash, Debug)]
 pub struct LayerRec {

@@ -925,15 +925,17 @@ impl<'a> Reader<'a> {
         for layer in 0..n_layer as usize {
             self.place = Some(Place { section, layer: Some(layer) });
             let width = shape.widths.as_ref().map(|w| w[layer].0);
-            stream.k.push(self.rows([Field::TypeK, Field::RowSizeK, Field::RowsK], n_cells, shape.type_k, width)?);
+            let fields = [Field::TypeK, Field::RowSizeK, Field::RowsK];
+            stream.k.push(self.rows(fields, n_cells, shape.type_k, width, layer > 0)?);
         }
         for layer in 0..if shape.k_only { 0 } else { n_layer as usize } {
             self.place = Some(Place { section, layer: Some(layer) });
             let width = shape.widths.as_ref().map(|w| w[layer].1);
+            let empty = stream.k[layer].width == 0;
             stream.v.push(if v_trans {
-                self.columns(n_cells, shape.type_v, width)?
+                self.columns(n_cells, shape.type_v, width, empty)?
             } else {
-                self.rows([Field::TypeV, Field::RowSizeV, Field::RowsV], n_cells, shape.type_v, width)?
+                self.rows([Field::TypeV, Field::RowSizeV, Field::RowsV], n_cells, shape.type_v, width, empty)?
             });
         }
         self.place = Some(Place { section, layer: None });
@@ -1005,20 +1007,22 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// `empty`: the rows may have no channels, though nobody says how many they have.
     fn rows(
         &mut self,
         [what_ty, what_size, what_rows]: [Field; 3],
         cells: u64,
         ty: Option<CacheType>,
         width: Option<u32>,
+        empty: bool,
     ) -> Result<Tensor, ParseError> {
         let ty = self.ty(what_ty, ty)?;
         let at = self.at;
         let size = self.u64(what_size)?;
         let found_width = ty.row_elems(size).and_then(|w| u32::try_from(w).ok());
         let width = match (found_width, width) {
-            // Rows of nothing stand only in recurrent memories.
-            (Some(0), None) if what_size != Field::RecordRowSize => None,
+            // Rows of nothing stand only in recurrent memories, and behind others where not all layers attend.
+            (Some(0), None) if !empty => None,
             (Some(found), None) => Some(found),
             (Some(found), Some(want)) if found == want => Some(found),
             _ => None,
@@ -1035,7 +1039,13 @@ impl<'a> Reader<'a> {
         Ok(Tensor { ty, width, data: self.data(data) })
     }
 
-    fn columns(&mut self, cells: u64, ty: Option<CacheType>, width: Option<u32>) -> Result<Tensor, ParseError> {
+    fn columns(
+        &mut self,
+        cells: u64,
+        ty: Option<CacheType>,
+        width: Option<u32>,
+        empty: bool,
+    ) -> Result<Tensor, ParseError> {
         let at = self.at;
         let ty = self.ty(Field::TypeV, ty)?;
         if ty.block_elems() != 1 {
@@ -1044,7 +1054,7 @@ impl<'a> Reader<'a> {
         self.u32_as(Field::RowSizeV, Some(ty.block_bytes() as u32))?;
         let at = self.at;
         let width = self.u32_as(Field::RowSizeV, width)?;
-        if width == 0 {
+        if width == 0 && !empty {
             return Err(self.error(at, Field::RowSizeV, "at least 1 channel", "0"));
         }
         // Three 32-bit factors at most, of which one is 4.
@@ -1079,7 +1089,7 @@ impl<'a> Reader<'a> {
             let (r, s) = (widths.iter().map(|w| w.0), widths.iter().map(|w| w.1));
             for (layer, width) in r.enumerate().chain(s.enumerate()) {
                 self.place = Some(Place { section, layer: Some(layer) });
-                records.push(self.rows(fields, n.into(), shape.ty, Some(width))?);
+                records.push(self.rows(fields, n.into(), shape.ty, Some(width), true)?);
             }
             self.place = Some(Place { section, layer: None });
             return Ok(Rec { cells, n_layer, records });
@@ -1090,7 +1100,7 @@ impl<'a> Reader<'a> {
             && (records.len() as u64) < 2 * u64::from(n_layer)
         {
             self.place = Some(Place { section, layer: Some(records.len()) });
-            records.push(self.rows(fields, n.into(), shape.ty, None)?);
+            records.push(self.rows(fields, n.into(), shape.ty, None, true)?);
         }
         self.place = Some(Place { section, layer: None });
         if records.len() % 2 != 0 {

@@ -120,6 +120,32 @@ proptest! {
 }
 
 #[test]
+fn layers_that_keep_nothing_have_rows_of_no_bytes_behind_one_that_keeps_some() {
+    for (v_trans, version) in [false, true].into_iter().flat_map(|t| StateVersion::ALL.map(|v| (t, v))) {
+        let mut spec = KvSpec { v_trans, ..dense(4, 4) };
+        for l in [1, 3] {
+            (spec.sections[0].layers[l].n_embd_k, spec.sections[0].layers[l].n_embd_v) = (0, 0);
+        }
+        let want = state(&spec, &ids(5), version);
+        let map = KvMap::state_file(&spec, &ids(5), version).unwrap();
+        assert!(map.windows().map(|(layer, ..)| layer).eq([0, 2, 0, 2]));
+        let mut out = Vec::new();
+        let mut sink = Scatter::new(map.clone(), MemSpace::new(&mut out, map.size()).unwrap()).unwrap();
+        for (layer, part, _) in map.windows() {
+            sink.put_rows(layer, part, 0..5, &rows(layer, part, 0..5, 4)).unwrap();
+        }
+        Box::new(sink).commit().unwrap();
+        assert!(out == want.write());
+        assert_eq!(State::parse(&out).unwrap(), want);
+        assert_eq!(State::parse_as(&out, &Shape::from(&spec)).unwrap(), want);
+        // In a first layer nobody could tell them from the rows of another memory.
+        (spec.sections[0].layers[0].n_embd_k, spec.sections[0].layers[0].n_embd_v) = (0, 0);
+        let refusal = KvMap::state_file(&spec, &ids(5), version).unwrap_err();
+        assert_eq!(refusal, Refusal::NoChannels { layer: 0, part: Part::K });
+    }
+}
+
+#[test]
 fn sizes_of_real_models() {
     // 30 layers of 192 channels.
     let spec = dense(30, 192);

@@ -120,6 +120,8 @@ impl<'g> Model<'g> {
             Mixer::Attention(a) | Mixer::Beside(a, _) => Some((a.windowed, a.n_embd_k(), a.n_embd_v())),
             // The row is key and value at once: there is no V.
             Mixer::Latent(a) => Some((false, a.row(), 0)),
+            // Servers keep a place for every layer of these.
+            Mixer::Linear | Mixer::None if self.spec.arch.lone_halves => Some((false, 0, 0)),
             _ => None,
         };
         let all = || (0u32..).zip(&self.spec.layers).filter_map(|(i, l)| Some((i, widths(&l.mixer)?)));

@@ -12,6 +12,7 @@ use crate::layer::delta::DeltaOp;
 use crate::layer::dense::DenseOp;
 use crate::layer::experts::ExpertsOp;
 use crate::layer::latent::LatentOp;
+use crate::layer::linear::LinearOp;
 use crate::layer::mamba::MambaOp;
 use crate::layer::per_layer::PerLayerOp;
 use crate::layer::shortconv::ShortConvOp;
@@ -31,6 +32,8 @@ pub enum Op {
     Attention(AttentionOp),
     /// A step of latent attention.
     Latent(LatentOp),
+    /// One matrix in the place of attention.
+    Linear(LinearOp),
     /// A step of a gated delta net.
     Delta(DeltaOp),
     /// A step of a gated short convolution.
@@ -111,6 +114,7 @@ impl Command {
         match &self.op {
             Op::Attention(op) => op.flops(&self.rows),
             Op::Latent(op) => op.flops(&self.rows),
+            Op::Linear(op) => op.flops(self.rows.len() as u64),
             Op::Delta(op) => op.flops(self.rows.len() as u64),
             Op::ShortConv(op) => op.flops(self.rows.len() as u64),
             Op::Mamba(op) => op.flops(self.rows.len() as u64),
@@ -129,7 +133,7 @@ impl Command {
             Op::Attention(AttentionOp::Attend { .. }) | Op::Latent(LatentOp::AttendLatent { .. }) => Work::Attention,
             Op::Attention(_) => Work::Gemm,
             Op::Latent(LatentOp::StoreLatent) => Work::Other,
-            Op::Latent(_) => Work::Gemm,
+            Op::Latent(_) | Op::Linear(_) => Work::Gemm,
             Op::Dense(DenseOp::GateUp { .. } | DenseOp::Up { .. } | DenseOp::Down { .. }) => Work::Gemm,
             Op::Delta(DeltaOp::Project { .. } | DeltaOp::Widen { .. } | DeltaOp::Out { .. }) => Work::Gemm,
             Op::ShortConv(ShortConvOp::Project { .. } | ShortConvOp::Out { .. }) => Work::Gemm,
@@ -165,6 +169,9 @@ impl Plan {
         let last_layer = spec.last_layer();
         let ops = |(layer, l): (usize, &LayerSpec)| {
             let last = layer == last_layer;
+            if matches!((&l.mixer, &l.ffn), (Mixer::None, FeedForward::None)) {
+                return Vec::new();
+            }
             if matches!(l.mixer, Mixer::None) {
                 let network = l.ffn.ops(spec).into_iter();
                 return [Op::Norm(Input::FeedForward)]
@@ -185,7 +192,8 @@ impl Plan {
             ops.extend(l.mixer.ops(spec, last));
             if !last {
                 if matches!(l.ffn, FeedForward::None) {
-                    ops.push(Op::Join(Half::Mixer));
+                    // Deci's graph goes on from the stream as the layer found it.
+                    ops.extend((!spec.arch.lone_halves).then_some(Op::Join(Half::Mixer)));
                     return ops;
                 }
                 ops.extend(match l.ffn_input {
@@ -284,6 +292,7 @@ impl Op {
             Op::Attention(AttentionOp::Qkv { k, n }) => (*k, n.iter().copied().filter(|n| *n > 0).collect()),
             Op::Attention(AttentionOp::Gate { k, n } | AttentionOp::Out { k, n })
             | Op::Dense(DenseOp::Down { k, n }) => (*k, vec![*n]),
+            Op::Linear(LinearOp { k, n }) => (*k, vec![*n]),
             Op::Dense(DenseOp::GateUp { k, n }) => (*k, vec![*n, *n]),
             Op::Dense(DenseOp::Up { k, n }) => (*k, vec![*n]),
             _ => (0, Vec::new()),
@@ -296,6 +305,7 @@ impl fmt::Display for Op {
         match self {
             Op::Attention(op) => write!(f, "{op:?}"),
             Op::Latent(op) => write!(f, "{op:?}"),
+            Op::Linear(op) => write!(f, "{op:?}"),
             Op::Delta(op) => write!(f, "Delta{op:?}"),
             Op::ShortConv(op) => write!(f, "Short{op:?}"),
             Op::Mamba(op) => write!(f, "Mamba{op:?}"),

@@ -68,6 +68,7 @@ pub(super) const LLAMA: Arch = Arch {
     recurrence: None,
     recurrent_layers: RecurrentLayers::All,
     feed_forward: true,
+    lone_halves: false,
     nextn: Nextn::Never,
     examples: "Llama 1-3.x, Mistral 7B, SmolLM2, TinyLlama",
 };
@@ -106,6 +107,12 @@ const GEMMA3: Arch = Arch {
 /// The rows.
 pub(super) const TABLE: &[Arch] = &[
     Arch { experts: Some(&LLAMA_EXPERTS), examples: "Llama 1-3.x, Mistral 7B, Mixtral, SmolLM2, TinyLlama", ..LLAMA },
+    Arch {
+        name: "deci",
+        lone_halves: true,
+        examples: "Llama-3.x-Nemotron 51B, Super 49B, Ultra 253B, DeciLM 7B",
+        ..LLAMA
+    },
     Arch {
         name: "mistral3",
         long_factors: true,

@@ -320,6 +320,9 @@ pub struct Arch {
     pub recurrent_layers: RecurrentLayers,
     /// Layers have a second half, a feed-forward network.
     pub feed_forward: bool,
+    /// A layer may lack attention or have one matrix in its place, and may lack the network, by numbers of heads and widths of 0. What
+    /// attention gives in a layer without a network is lost, as llama.cpp has it.
+    pub lone_halves: bool,
     /// Whether the last blocks may be there to predict more tokens; a prefill does without them.
     pub nextn: Nextn,
     /// Models that users know it by.

@@ -8,6 +8,7 @@ mod delta;
 mod dense;
 mod experts;
 mod latent;
+mod linear;
 mod mamba;
 mod per_layer;
 mod shortconv;
@@ -354,6 +355,7 @@ impl<'a, K: Kernel> Run<'a, K> {
                 Op::Norm(input) => self.norm(c, *input)?,
                 Op::Attention(op) => t.write_ms += self.attention.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Latent(op) => t.write_ms += self.latent.step(&self.host, &mut self.stage, c, op, sink)?,
+                Op::Linear(op) => linear::step(&self.host, &mut self.stage, c, op),
                 Op::Delta(op) => t.write_ms += self.delta.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::ShortConv(op) => t.write_ms += self.shortconv.step(&self.host, &mut self.stage, c, op, sink)?,
                 Op::Mamba(op) => t.write_ms += self.mamba.step(&self.host, &mut self.stage, c, op, sink)?,

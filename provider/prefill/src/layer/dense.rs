@@ -62,7 +62,7 @@ impl DenseSpec {
     pub(crate) fn read(c: &Common<'_>) -> Result<Vec<DenseSpec>, Error> {
         let keys = &c.keys;
         // Layers of one half have a width of 0 where they have no network.
-        let min = u32::from(c.arch.recurrent_layers != RecurrentLayers::OneHalf);
+        let min = u32::from(c.arch.recurrent_layers != RecurrentLayers::OneHalf && !c.arch.lone_halves);
         let n_ff = keys
             .per_layer_from(min, "feed_forward_length", c.n_layer, MAX_WIDTH)?
             .ok_or_else(|| keys.wrong("feed_forward_length", "no such key", "the width of the feed-forward network"))?;

@@ -10,6 +10,7 @@ pub mod delta;
 pub mod dense;
 pub mod experts;
 pub mod latent;
+pub mod linear;
 pub mod mamba;
 pub mod per_layer;
 pub mod shortconv;
@@ -27,6 +28,7 @@ use delta::{DeltaSpec, DeltaWeights};
 use dense::{DenseSpec, DenseWeights};
 use experts::{ExpertsSpec, ExpertsWeights};
 use latent::{LatentSpec, LatentWeights};
+use linear::LinearWeights;
 use mamba::{MambaSpec, MambaWeights};
 use npu_kernels::WeightType;
 use per_layer::PerLayerWeights;
@@ -47,6 +49,8 @@ pub enum Mixer {
     Mamba(MambaSpec),
     /// Attention and a selective scan of the same input; what they give is added up.
     Beside(AttentionSpec, MambaSpec),
+    /// One matrix for every position alone.
+    Linear,
     /// Nothing: the layer has no first half.
     None,
 }
@@ -108,7 +112,7 @@ impl Mixer {
     /// Numbers in the convolution's history and in the state, where the layer is recurrent.
     pub fn recurrent(&self, spec: &Spec) -> Option<(usize, usize)> {
         match self {
-            Mixer::Attention(_) | Mixer::Latent(_) | Mixer::None => None,
+            Mixer::Attention(_) | Mixer::Latent(_) | Mixer::Linear | Mixer::None => None,
             Mixer::Delta(d) => Some(d.n_embd()),
             Mixer::ShortConv(s) => Some(((s.taps - 1) * spec.n_embd, 0)),
             Mixer::Mamba(s) | Mixer::Beside(_, s) => Some(s.n_embd()),
@@ -124,6 +128,7 @@ impl Mixer {
             Mixer::ShortConv(s) => s.ops(spec, last),
             Mixer::Mamba(s) => s.ops(spec, last, false),
             Mixer::Beside(a, s) => [a.ops(spec, last), s.ops(spec, last, true)].concat(),
+            Mixer::Linear => linear::ops(spec),
             Mixer::None => Vec::new(),
         }
     }
@@ -213,6 +218,7 @@ pub enum MixerWeights<'g> {
     ShortConv(ShortConvWeights<'g>),
     Mamba(MambaWeights<'g>),
     Beside(Box<(AttentionWeights<'g>, MambaWeights<'g>)>),
+    Linear(LinearWeights<'g>),
     None,
 }
 
@@ -238,6 +244,7 @@ impl<'g> MixerWeights<'g> {
                 AttentionWeights::load(loader, spec, a, prefix)?,
                 MambaWeights::load(loader, spec, s, prefix)?,
             ))),
+            Mixer::Linear => MixerWeights::Linear(LinearWeights::load(loader, spec, prefix)?),
             Mixer::None => MixerWeights::None,
         })
     }
@@ -284,6 +291,14 @@ impl<'g> MixerWeights<'g> {
         }
     }
 
+    /// That of one matrix.
+    pub fn linear(&self) -> Option<&LinearWeights<'g>> {
+        match self {
+            MixerWeights::Linear(l) => Some(l),
+            _ => None,
+        }
+    }
+
     /// Types of the matrices that meet the normed residual stream.
     pub fn input_types(&self) -> Vec<WeightType> {
         match self {
@@ -293,6 +308,7 @@ impl<'g> MixerWeights<'g> {
             MixerWeights::ShortConv(s) => s.input_types(),
             MixerWeights::Mamba(s) => s.input_types(),
             MixerWeights::Beside(both) => [both.0.input_types(), both.1.input_types()].concat(),
+            MixerWeights::Linear(l) => l.input_types(),
             MixerWeights::None => Vec::new(),
         }
     }
@@ -356,8 +372,9 @@ impl<'g> LayerWeights<'g> {
             (norms.mixer, norms.ffn) = (Some("attn_norm_2"), norms.mixer);
         }
         if matches!(l.mixer, Mixer::None) {
-            // A layer's only norm stands before its only half.
-            (norms.mixer, norms.ffn) = (None, norms.mixer);
+            // The norm before its only half is a layer's only one, under the name that is there for both where no layer has two.
+            (norms.mixer, norms.ffn) =
+                (None, norms.ffn.or(norms.mixer).filter(|_| !matches!(l.ffn, FeedForward::None)));
         } else if l.ffn_input == FfnInput::Shared || matches!(l.ffn, FeedForward::None) {
             norms.ffn = None;
         }

@@ -223,7 +223,7 @@ impl Spec {
 
     /// The last layer that the decoder's memory has a part for: what comes after that is never computed.
     pub fn last_layer(&self) -> usize {
-        self.layers.iter().rposition(|l| !matches!(l.mixer, Mixer::None)).unwrap_or(0)
+        self.layers.iter().rposition(|l| !matches!(l.mixer, Mixer::Linear | Mixer::None)).unwrap_or(0)
     }
 }
 
@@ -240,6 +240,7 @@ fn mixers(common: &Common<'_>, layers: &[recurrent::Mixes], attention: Vec<Mixer
     let mixer = |(i, of): (usize, &recurrent::Mixes)| {
         let attention = attention.get(i).filter(|_| of.attends);
         match (attention, state.as_ref().filter(|_| of.recurrent)) {
+            (None, None) if of.linear => Mixer::Linear,
             (None, None) => Mixer::None,
             (Some(one), None) | (None, Some(one)) => one.clone(),
             (Some(Mixer::Attention(a)), Some(Mixer::Mamba(s))) => Mixer::Beside(a.clone(), s.clone()),

@@ -126,6 +126,18 @@ fn glm4moe(i: u32) -> Tensors {
     all
 }
 
+/// A layer without attention and one with a matrix in its place.
+fn deci(i: u32) -> Tensors {
+    let mut all = norms(if i == 1 { &["ffn_norm"] } else { &["attn_norm", "ffn_norm"] });
+    match i {
+        1 => {}
+        2 => all.push(("attn_output", vec![E, E])),
+        _ => all.extend(matrices(&ATTENTION)),
+    }
+    all.extend(matrices(&GATED));
+    all
+}
+
 const ALL: &[Family] = &[
     Family {
         arch: "kimi-linear",
@@ -179,6 +191,7 @@ const ALL: &[Family] = &[
         keys: &[("nextn_predict_layers", 1), ("expert_shared_count", 1), ("leading_dense_block_count", 1)],
         layer: glm4moe,
     },
+    Family { arch: "deci", keys: &[("expert_count", 0)], layer: deci },
 ];
 
 fn writer(family: &Family) -> Writer {
@@ -202,6 +215,12 @@ fn writer(family: &Family) -> Writer {
     });
     if family.arch == "minicpm3" {
         w.remove(&key("expert_used_count"));
+    }
+    if family.arch == "deci" {
+        for (k, v) in [("attention.head_count", [4, 0, 4, 4]), ("attention.head_count_kv", [2, 0, 0, 2])] {
+            w.remove(&key(k));
+            w.array_u32(&key(k), &v);
+        }
     }
     if family.arch == "kimi-linear" {
         w.remove(&key("attention.head_count_kv"));
@@ -280,6 +299,9 @@ fn one_wrong_number_is_refused_with_its_key() {
         ("afmoe", "expert_used_count", 0),
         ("glm4moe", "nextn_predict_layers", LAYERS),
         ("glm4moe", "nextn_predict_layers", u32::MAX),
+        ("deci", "attention.head_count", 0),
+        ("deci", "attention.head_count_kv", 0),
+        ("deci", "expert_count", 4),
     ] {
         let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
         let mut w = writer(family);
