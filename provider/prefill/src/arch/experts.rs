@@ -190,6 +190,9 @@ const DEEPSEEK3: ExpertRule = ExpertRule {
     ..OWN
 };
 
+/// The same, by softmax where no key says otherwise.
+const DEEPSEEK2: ExpertRule = ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 };
+
 /// The `llama` files that have experts: Mixtral and its merges.
 pub(super) const LLAMA_EXPERTS: ExpertRule = MIXTRAL;
 
@@ -318,9 +321,22 @@ pub(super) const TABLE: &[Arch] = &[
         rope_factors: false,
         partial_rope: true,
         latent: Latent::Row,
+        temperature: TemperatureRule::Length,
         nextn: Nextn::ApartFromV3,
-        experts: Some(&ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 }),
-        examples: "DeepSeek V2, V3, R1, Kimi K2",
+        experts: Some(&DEEPSEEK2),
+        examples: "DeepSeek V2, V3, R1, Kimi K2, Mistral Large 3",
+        ..LLAMA
+    },
+    Arch {
+        name: "mistral4",
+        qkv_bias: Presence::Never,
+        other_bias: Presence::Never,
+        rope_factors: false,
+        partial_rope: true,
+        latent: Latent::Row,
+        temperature: TemperatureRule::Length,
+        experts: Some(&DEEPSEEK2),
+        examples: "Mistral Small 4",
         ..LLAMA
     },
     Arch {

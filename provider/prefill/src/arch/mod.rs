@@ -367,8 +367,10 @@ pub enum WindowForm {
 pub enum TemperatureRule {
     /// They do not.
     No,
-    /// By `attention.temperature_scale`.
+    /// By `attention.temperature_scale`, in steps of the original context.
     Key,
+    /// The same, in steps of `attention.temperature_length`.
+    Length,
     /// By a tenth in every 8192 positions, in layers without RoPE (Llama 4).
     WithoutRope,
 }

@@ -255,8 +255,7 @@ impl Room {
         };
         let grow = |i: usize, q: &mut [f32]| {
             if let Some(t) = spec.temperature.filter(|t| !t.without_rope || rope.is_none()) {
-                let steps = ((c.rows.start + i + t.offset as usize) as f32 / t.floor as f32).floor();
-                let factor = ((f64::from(steps) + 1.0).ln() * f64::from(t.scale) + 1.0) as f32;
+                let factor = t.of(c.rows.start + i);
                 q.iter_mut().for_each(|v| *v *= factor);
             }
         };

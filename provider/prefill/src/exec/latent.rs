@@ -92,7 +92,7 @@ impl Room {
             }
             LatentOp::Queries { k, n } => self.queries(host, stage, c, w, *k, *n)?,
             LatentOp::StoreLatent => return self.store(host, c, a, w, sink),
-            LatentOp::Absorb { .. } => self.absorb(host, m, a, w),
+            LatentOp::Absorb { .. } => self.absorb(host, c, a, w),
             LatentOp::AttendLatent { .. } => {
                 let heads = Heads {
                     q: &self.wide[..m * a.n_head * a.row()],
@@ -205,8 +205,9 @@ impl Room {
         Ok(took)
     }
 
-    fn absorb<K: Kernel>(&mut self, host: &Host<'_, K>, m: usize, a: &LatentSpec, w: &LatentWeights<'_>) {
-        let (q, head) = (&self.q, a.nope + a.n_rot);
+    fn absorb<K: Kernel>(&mut self, host: &Host<'_, K>, c: &Command, a: &LatentSpec, w: &LatentWeights<'_>) {
+        let (m, q, head) = (c.rows.len(), &self.q, a.nope + a.n_rot);
+        let temperature = host.model.spec().temperature;
         per_head(host, &mut self.nope, m, [a.nope, a.rank], &w.k_b, &mut self.absorbed, |h, i, row| {
             row.copy_from_slice(&q[(i * a.n_head + h) * head..][..a.nope]);
         });
@@ -216,6 +217,10 @@ impl Room {
             let (i, h) = (at / a.n_head, at % a.n_head);
             wide[..a.rank].copy_from_slice(&absorbed[(h * step + i) * a.rank..][..a.rank]);
             wide[a.rank..].copy_from_slice(&q[at * head + a.nope..][..a.n_rot]);
+            if let Some(t) = temperature {
+                let factor = t.of(c.rows.start + i);
+                wide.iter_mut().for_each(|v| *v *= factor);
+            }
             host.round_q.round(wide);
         });
     }

@@ -6,7 +6,7 @@
 //! row, and what they read is brought back (`attn_v_b`). Follows `llama_model_deepseek2::graph` with `is_mla`.
 
 use crate::Error;
-use crate::arch::{Latent, Presence};
+use crate::arch::{Latent, Presence, TemperatureRule};
 use crate::plan::Op;
 use crate::rope::Rope;
 use crate::spec::{Common, MAX_WIDTH, Spec};
@@ -134,10 +134,9 @@ impl LatentSpec {
                 ));
             }
         }
-        for key in ["attention.temperature_scale"] {
-            if let Some(v) = keys.f32(key)?.filter(|v| *v != 0.0) {
-                return Err(keys.unsupported(key, v, "queries that grow with the position are not built"));
-            }
+        let key = "attention.temperature_scale";
+        if let Some(v) = keys.f32(key)?.filter(|v| *v != 0.0 && c.arch.temperature == TemperatureRule::No) {
+            return Err(keys.unsupported(key, v, "queries of this architecture do not grow with the position"));
         }
         let head_k = keys.size("attention.key_length_mla", MAX_WIDTH)?;
         let head_v = keys.size("attention.value_length_mla", MAX_WIDTH)?;

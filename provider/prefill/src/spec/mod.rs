@@ -103,6 +103,14 @@ pub struct Temperature {
     pub without_rope: bool,
 }
 
+impl Temperature {
+    /// What queries at a position are multiplied by.
+    pub(crate) fn of(&self, position: usize) -> f32 {
+        let steps = ((position + self.offset as usize) as f32 / self.floor as f32).floor();
+        ((f64::from(steps) + 1.0).ln() * f64::from(self.scale) + 1.0) as f32
+    }
+}
+
 /// What the readers of all kinds of layers start from.
 pub(crate) struct Common<'g> {
     pub keys: Keys<'g>,
@@ -345,13 +353,16 @@ fn temperature(common: &Common<'_>) -> Result<Option<Temperature>, Error> {
         TemperatureRule::WithoutRope => {
             return Ok(Some(Temperature { scale: 0.1, floor: 8192, offset: 1, without_rope: true }));
         }
-        TemperatureRule::Key => {}
+        TemperatureRule::Key | TemperatureRule::Length => {}
     }
     let scale = keys.f32("attention.temperature_scale")?.filter(|s| *s != 0.0);
     let Some(scale) = scale else { return Ok(None) };
-    let key = "rope.scaling.original_context_length";
-    let floor = keys.u32(key)?.unwrap_or(*n_ctx_train);
-    let floor = keys.in_range(key, floor, u32::MAX)?;
+    let floor = if arch.temperature == TemperatureRule::Length {
+        keys.size("attention.temperature_length", u32::MAX)?
+    } else {
+        let key = "rope.scaling.original_context_length";
+        keys.in_range(key, keys.u32(key)?.unwrap_or(*n_ctx_train), u32::MAX)?
+    };
     Ok(Some(Temperature { scale, floor, offset: 0, without_rope: false }))
 }
 

@@ -85,6 +85,23 @@ fn only_rows_of_keys_are_handed_over() {
 }
 
 #[test]
+fn queries_grow_in_steps_whose_length_the_file_says() {
+    let state = |length: Option<u32>| {
+        let mut w = writer(2);
+        w.f32("deepseek2.attention.temperature_scale", 0.5);
+        length.map(|n| w.u32("deepseek2.attention.temperature_length", n));
+        let gguf = open(&w);
+        Model::load(&gguf).map(|_| state_of(&gguf, &tokens(20), &options()).rows_f32(0, 1, Part::K).unwrap())
+    };
+    let (early, never) = (state(Some(10)).unwrap(), state(Some(1000)).unwrap());
+    assert!(early[..10 * 32] == never[..10 * 32] && early[10 * 32..] != never[10 * 32..]);
+    for length in [None, Some(0)] {
+        let message = state(length).expect_err("a scale alone").to_string();
+        assert!(message.contains("deepseek2.attention.temperature_length"), "{message}");
+    }
+}
+
+#[test]
 fn one_wrong_number_is_refused_with_its_key() {
     let refusal = |key: &str, value: u32| {
         let mut w = writer(1);
