@@ -448,29 +448,24 @@ fn mul_panels<const P: usize, const R: usize>(
     }
     let (extra, form) = (&tile.extras[form], panels[0].form);
     let side = if form.has_min { extra.sums.as_ptr().cast() } else { extra.start.as_ptr() };
-    let loops = match (tile.block(), form.sub, form.has_min) {
-        (32, 32, true) => mul_codes::<32, true, 32, P, R>,
-        (32, 32, false) => mul_codes::<32, false, 32, P, R>,
-        (32, _, true) => mul_codes::<16, true, 32, P, R>,
-        (32, _, false) => mul_codes::<16, false, 32, P, R>,
-        (_, 32, true) => mul_codes::<32, true, 256, P, R>,
-        (_, 32, false) => mul_codes::<32, false, 256, P, R>,
-        (_, _, true) => mul_codes::<16, true, 256, P, R>,
-        (_, _, false) => mul_codes::<16, false, 256, P, R>,
+    let loops = match (form.sub, form.has_min) {
+        (32, true) => mul_codes::<32, true, P, R>,
+        (32, false) => mul_codes::<32, false, P, R>,
+        (_, true) => mul_codes::<16, true, P, R>,
+        (_, false) => mul_codes::<16, false, P, R>,
     };
     // SAFETY: the first argument proves the instructions; the lengths checked here are all that the loops read.
     unsafe { loops(tile, side, panels, out) }
 }
 
 /// Tile times panels. Per sub-block the integer products of `R` rows and sixteen columns of each panel build up in
-/// registers, then join the float sums in as many more, times the scales. Activations share theirs over `BLOCK` values: where
-/// these are several sub-blocks it joins at their end, with the minima, and the loop over them has neither.
+/// registers, then join the float sums in as many more.
 ///
 /// # Safety
-/// The panels' `k` is a multiple of `BLOCK`, the buffers of tile and panels are as long as their documentation says, and
+/// The panels' `k` is a multiple of 32, the buffers of tile and panels are as long as their documentation says, and
 /// `side` points to `[k / SUB][row]` i32 start values (`MIN` false) or f32 sums (`MIN` true).
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
-unsafe fn mul_codes<const SUB: usize, const MIN: bool, const BLOCK: usize, const P: usize, const R: usize>(
+unsafe fn mul_codes<const SUB: usize, const MIN: bool, const P: usize, const R: usize>(
     tile: &CodeTile,
     side: *const i32,
     panels: [&CodePanel; P],
@@ -485,60 +480,43 @@ unsafe fn mul_codes<const SUB: usize, const MIN: bool, const BLOCK: usize, const
         let act_scales = tile.scales.as_ptr().wrapping_add(r);
         let side = side.wrapping_add(r);
         let mut total = [[_mm512_setzero_ps(); P]; R];
-        for block in 0..panels[0].k / BLOCK {
-            // SAFETY: block < k / BLOCK, s < k / SUB and r + R <= TILE_ROWS, so every offset stays inside the lengths
-            // promised above: words and codes hold SUB / 4 groups per sub-block, side, scales and mins one line each,
-            // act_scales one line per 32 values.
+        for s in 0..panels[0].k / SUB {
+            // SAFETY: s < k / SUB and r + R <= TILE_ROWS, so every offset stays inside the lengths promised above:
+            // words and codes hold SUB / 4 groups per sub-block, side, scales and mins one line each, act_scales one
+            // line per 32 values.
             unsafe {
-                let subs = block * (BLOCK / SUB)..(block + 1) * (BLOCK / SUB);
-                let act = act_scales.add(block * (BLOCK / 32) * TILE_ROWS);
-                let mut part = [[_mm512_setzero_ps(); P]; R];
-                for s in subs.clone() {
-                    let mut dot = [[_mm512_setzero_si512(); P]; R];
-                    if !MIN {
-                        for (i, dot) in dot.iter_mut().enumerate() {
-                            *dot = [_mm512_set1_epi32(*side.add(s * TILE_ROWS + i)); P];
-                        }
+                let side = side.add(s * TILE_ROWS);
+                let mut dot = [[_mm512_setzero_si512(); P]; R];
+                if !MIN {
+                    for (i, dot) in dot.iter_mut().enumerate() {
+                        *dot = [_mm512_set1_epi32(*side.add(i)); P];
                     }
-                    for q in 0..SUB / 4 {
-                        let w = codes.map(|codes| _mm512_load_si512(codes.add(s * SUB / 4 + q).cast()));
-                        let a = words.add((s * SUB / 4 + q) * TILE_ROWS);
-                        for (i, dot) in dot.iter_mut().enumerate() {
-                            let a = _mm512_set1_epi32(*a.add(i));
-                            for (dot, w) in dot.iter_mut().zip(w) {
-                                *dot = _mm512_dpbusd_epi32(*dot, w, a);
-                            }
-                        }
-                    }
-                    let scale = scales.map(|scales| _mm512_load_ps(scales.add(s).cast()));
-                    for i in 0..R {
-                        for p in 0..P {
-                            let dot = _mm512_cvtepi32_ps(dot[i][p]);
-                            if BLOCK == 32 {
-                                let both = _mm512_mul_ps(scale[p], _mm512_set1_ps(*act.add(i)));
-                                total[i][p] = _mm512_fmadd_ps(dot, both, total[i][p]);
-                            } else {
-                                part[i][p] = _mm512_fmadd_ps(dot, scale[p], part[i][p]);
-                            }
+                }
+                for q in 0..SUB / 4 {
+                    let w = codes.map(|codes| _mm512_load_si512(codes.add(s * SUB / 4 + q).cast()));
+                    let a = words.add((s * SUB / 4 + q) * TILE_ROWS);
+                    for (i, dot) in dot.iter_mut().enumerate() {
+                        let a = _mm512_set1_epi32(*a.add(i));
+                        for (dot, w) in dot.iter_mut().zip(w) {
+                            *dot = _mm512_dpbusd_epi32(*dot, w, a);
                         }
                     }
                 }
-                if BLOCK != 32 {
-                    for (i, (total, part)) in total.iter_mut().zip(&part).enumerate() {
-                        let act = _mm512_set1_ps(*act.add(i));
-                        for p in 0..P {
-                            total[p] = _mm512_fmadd_ps(part[p], act, total[p]);
-                        }
+                let scale = scales.map(|scales| _mm512_load_ps(scales.add(s).cast()));
+                let act = act_scales.add(s * SUB / 32 * TILE_ROWS);
+                for (i, total) in total.iter_mut().enumerate() {
+                    let act = _mm512_set1_ps(*act.add(i));
+                    for p in 0..P {
+                        let both = _mm512_mul_ps(scale[p], act);
+                        total[p] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[i][p]), both, total[p]);
                     }
                 }
                 if MIN {
-                    for s in subs {
-                        let min = mins.map(|mins| _mm512_load_ps(mins.add(s).cast()));
-                        for (i, total) in total.iter_mut().enumerate() {
-                            let sum = _mm512_set1_ps(*side.cast::<f32>().add(s * TILE_ROWS + i));
-                            for p in 0..P {
-                                total[p] = _mm512_fmadd_ps(min[p], sum, total[p]);
-                            }
+                    let min = mins.map(|mins| _mm512_load_ps(mins.add(s).cast()));
+                    for (i, total) in total.iter_mut().enumerate() {
+                        let sum = _mm512_set1_ps(*side.cast::<f32>().add(i));
+                        for p in 0..P {
+                            total[p] = _mm512_fmadd_ps(min[p], sum, total[p]);
                         }
                     }
                 }
