@@ -122,7 +122,7 @@ struct PrefillArgs {
 
 #[derive(Debug, Args)]
 struct KernelArgs {
-    /// Instruction set: auto, scalar, avx2, avx512 or neon
+    /// Instruction set: auto, scalar, avx2, avx512, avx512bf16 or neon
     #[arg(long, value_name = "NAME", default_value = "auto")]
     isa: String,
     /// Weight types [default: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, F16, BF16, F32]
@@ -290,7 +290,7 @@ fn isa(name: &str) -> Result<Isa> {
         (_, Some(_)) => {
             bail!("--isa {name}: this processor does not have it; the best it has is {}", Isa::detect().name())
         }
-        (_, None) => bail!("--isa {name}: there is no such one; it is auto, scalar, avx2, avx512 or neon"),
+        (_, None) => bail!("--isa {name}: there is no such one; it is auto, scalar, avx2, avx512, avx512bf16 or neon"),
     }
 }
 

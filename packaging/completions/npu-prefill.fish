@@ -39,7 +39,7 @@ complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l checkpoint -d '
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
-complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512, avx512bf16 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l elfs -d 'Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_needs_command" -l device -d 'Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU\'s double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]' -r -f -a "auto\t'The best there is'
@@ -81,7 +81,7 @@ complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l checkpo
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l n-stream -d 'Streams of its cache: 1, or the number of slots where their memory is not unified [env: NPU_PREFILL_N_STREAM] [default: 1]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l config -d 'Configuration file, as a probe of the decoder writes it [env: NPU_PREFILL_CONFIG] [default: $XDG_CONFIG_HOME/npu-prefill/config.toml]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l chunk -d 'Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]' -r
-complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
+complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l isa -d 'Instruction set of the host kernels: auto, scalar, avx2, avx512, avx512bf16 or neon [env: NPU_PREFILL_ISA] [default: auto]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -s t -l threads -d 'Threads [env: LLAMA_ARG_THREADS] [default: the CPUs this process may use]' -r
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l elfs -d 'Directory of NPU kernels [env: ONEBIT_HYBRID_ELFS]' -r -F
 complete -c npu-prefill -n "__fish_npu_prefill_using_subcommand plan" -l device -d 'Where to compute matrix products: auto takes the NPU where there are a device and kernels that pass their self-test; oracle computes what the kernels of --elfs would, on this processor; sim is an NPU\'s double, for tests [env: NPU_PREFILL_DEVICE] [default: auto]' -r -f -a "auto\t'The best there is'

@@ -175,7 +175,7 @@ pub struct ComputeArgs {
     /// Tokens computed at a time; bounds memory [env: NPU_PREFILL_CHUNK] [default: 512]
     #[arg(long, value_name = "N", value_parser = chunk, overrides_with = "chunk")]
     pub chunk: Option<usize>,
-    /// Instruction set of the host kernels: auto, scalar, avx2, avx512 or neon [env: NPU_PREFILL_ISA] [default: auto]
+    /// Instruction set of the host kernels: auto, scalar, avx2, avx512, avx512bf16 or neon [env: NPU_PREFILL_ISA] [default: auto]
     #[arg(long, value_name = "NAME", overrides_with = "isa")]
     pub isa: Option<String>,
     #[command(flatten)]

@@ -56,7 +56,7 @@ fn isa(compute: &Compute) -> Result<Isa> {
     match Isa::parse(name) {
         Some(isa) if isa.is_available() => Ok(isa),
         Some(_) => Err(wrong(format!("this processor does not have it; the best it has is {}", Isa::detect().name()))),
-        None => Err(wrong("there is no such one; it is auto, scalar, avx2, avx512 or neon".to_owned())),
+        None => Err(wrong("there is no such one; it is auto, scalar, avx2, avx512, avx512bf16 or neon".to_owned())),
     }
 }
 

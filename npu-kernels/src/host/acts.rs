@@ -176,10 +176,13 @@ fn half_sums(q: &[i8; 32]) -> [i32; 2] {
     [0, 16].map(|from| q[from..from + 16].iter().map(|&v| i32::from(v)).sum())
 }
 
-/// A tile of float activations: `[k][row]`.
+/// A tile of float activations, rounded to its kind.
 pub struct FloatTile {
-    /// The values, rounded to the tile's kind.
+    /// `[k][row]`; none where there are pairs.
     pub values: Vec<f32>,
+    /// `[k / 2][row]`, rounded up: two bf16, the first in the lower bytes; none where there are values.
+    pub pairs: Vec<u32>,
+    kind: ActKind,
     k: usize,
 }
 
@@ -189,9 +192,30 @@ impl FloatTile {
         self.k
     }
 
-    fn set_row(&mut self, kind: ActKind, i: usize, row: &[f32]) {
+    /// What values are rounded to.
+    pub fn kind(&self) -> ActKind {
+        self.kind
+    }
+
+    /// Makes room, of numbers that are unspecified until rows are set.
+    fn shape(&mut self, k: usize, in_pairs: bool) {
+        let (values, pairs) = if in_pairs { (0, k.div_ceil(2)) } else { (k, 0) };
+        self.k = k;
+        self.values.resize(values * TILE_ROWS, 0.0);
+        self.pairs.resize(pairs * TILE_ROWS, 0);
+    }
+
+    /// Rounds one row, plainly.
+    pub(crate) fn set_row(&mut self, i: usize, row: &[f32]) {
+        assert!(i < TILE_ROWS && row.len() == self.k, "a row of the tile");
+        if self.kind == ActKind::Bf16 && !self.pairs.is_empty() {
+            let word = |x: &f32| u32::from(bf16::from_f32(*x).to_bits());
+            let pairs = row.chunks(2).map(|x| word(&x[0]) | x.get(1).map_or(0, word) << 16);
+            self.pairs[i..].iter_mut().step_by(TILE_ROWS).zip(pairs).for_each(|(p, pair)| *p = pair);
+            return;
+        }
         let put = self.values[i..].iter_mut().step_by(TILE_ROWS).zip(row);
-        match kind {
+        match self.kind {
             ActKind::F16 => put.for_each(|(v, x)| *v = f16::from_f32(*x).to_f32()),
             ActKind::Bf16 => put.for_each(|(v, x)| *v = bf16::from_f32(*x).to_f32()),
             _ => put.for_each(|(v, x)| *v = *x),
@@ -241,7 +265,7 @@ impl Activations {
                 ActKind::Q8Block32 => codes(32),
                 ActKind::Q8Block256 => codes(256),
                 ActKind::F32 | ActKind::F16 | ActKind::Bf16 => {
-                    let tile = || FloatTile { values: vec![0.0; k * TILE_ROWS], k };
+                    let tile = || FloatTile { values: Vec::new(), pairs: Vec::new(), kind, k };
                     Tiles::Floats((0..n_tiles).map(|_| tile()).collect())
                 }
             };
@@ -295,7 +319,11 @@ impl Activations {
                     per_tile.iter_mut().zip(t).for_each(|(list, t)| list.push(TileMut::Codes(t)));
                 }
                 Tiles::Floats(t) => {
-                    per_tile.iter_mut().zip(t).for_each(|(list, t)| list.push(TileMut::Floats(*kind, t)));
+                    let in_pairs = *kind == ActKind::Bf16 && kernel.pairs();
+                    per_tile.iter_mut().zip(t).for_each(|(list, t)| {
+                        t.shape(k, in_pairs);
+                        list.push(TileMut::Floats(t));
+                    });
                 }
             }
         }
@@ -314,7 +342,7 @@ impl Activations {
                 for tile in list.iter_mut() {
                     match tile {
                         TileMut::Codes(tile) => kernel.quantise_row(tile, i, &buffer),
-                        TileMut::Floats(kind, tile) => tile.set_row(*kind, i, &buffer),
+                        TileMut::Floats(tile) => kernel.round_row(tile, i, &buffer),
                         TileMut::Rows(rows) => {
                             if let Some(row) = rows.chunks_exact_mut(k).nth(i) {
                                 row.copy_from_slice(&buffer);
@@ -340,7 +368,7 @@ impl Activations {
 
 enum TileMut<'a> {
     Codes(&'a mut CodeTile),
-    Floats(ActKind, &'a mut FloatTile),
+    Floats(&'a mut FloatTile),
     Rows(&'a mut [f32]),
 }
 

@@ -1,17 +1,27 @@
-//! Inner loops for x86-64 with AVX-512 (F, BW, VL, DQ) and VNNI.
+//! Inner loops for x86-64 with AVX-512 (F, BW, VL, DQ) and VNNI, and for bf16 with AVX-512 BF16 where the processor has it.
 
 use super::acts::{CodeTile, FloatTile};
-use super::panel::{CodePanel, FloatLine, FloatPanel};
+use super::panel::{CodeLine, CodePanel, FloatLine, FloatPanel};
 use super::words::{self, WordKeys, WordLine, WordQueries};
 use super::{Kernel, PANEL_COLS, TILE_ROWS, TileOut, attention, avx512_decode, lanes};
-use crate::weight::WeightView;
+use crate::weight::{ActKind, WeightView};
 use std::arch::x86_64::*;
 
 /// Proof that the processor has AVX-512 F, BW, VL, DQ, VNNI, FMA and F16C.
 #[derive(Copy, Clone)]
-pub struct Avx512(());
+pub struct Avx512 {
+    /// And that it has AVX-512 BF16.
+    pairs: bool,
+}
 
-// SAFETY: `new` is the only constructor and checks every feature that the methods enable.
+impl Avx512 {
+    /// The kernel with AVX-512 BF16, if this processor can run it.
+    pub fn with_bf16() -> Option<Avx512> {
+        (Avx512::new().is_some() && is_x86_feature_detected!("avx512bf16")).then_some(Avx512 { pairs: true })
+    }
+}
+
+// SAFETY: `new` and `with_bf16` are the only constructors; they check every feature that the methods enable, BF16 if `pairs` is set.
 unsafe impl Kernel for Avx512 {
     fn new() -> Option<Self> {
         (is_x86_feature_detected!("avx512f")
@@ -21,7 +31,7 @@ unsafe impl Kernel for Avx512 {
             && is_x86_feature_detected!("avx512vnni")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c"))
-        .then_some(Avx512(()))
+        .then_some(Avx512 { pairs: false })
     }
 
     const WORDS: bool = true;
@@ -34,7 +44,10 @@ unsafe impl Kernel for Avx512 {
     }
 
     fn decode_floats(self, w: &WeightView<'_>, first: usize, panel: &mut FloatPanel) {
-        lanes::decode_floats(w, first, panel);
+        // SAFETY: `self` proves the instructions.
+        if !unsafe { avx512_decode::decode_floats(w, first, panel) } {
+            lanes::decode_floats(w, first, panel);
+        }
     }
 
     fn mul_codes(self, tile: &CodeTile, form: usize, panel: &CodePanel, out: &mut TileOut) {
@@ -47,14 +60,41 @@ unsafe impl Kernel for Avx512 {
 
     fn mul_floats(self, tile: &FloatTile, panel: &FloatPanel, out: &mut TileOut) {
         assert_eq!(tile.k(), panel.k, "inputs of tile and panel");
-        // SAFETY: `self` proves the instructions.
-        unsafe { mul_floats(&tile.values, [&panel.values], [out]) }
+        if panel.pairs.is_empty() {
+            // SAFETY: `self` proves the instructions.
+            unsafe { mul_floats(&tile.values, [&panel.values], [out]) }
+        } else {
+            assert!(self.pairs, "panels in pairs where they can be multiplied");
+            // SAFETY: `self` proves the instructions, with BF16 as was seen above.
+            unsafe { mul_pairs(&tile.pairs, [&panel.pairs], [out]) }
+        }
     }
 
     fn mul_float_pair(self, tile: &FloatTile, panels: &[FloatPanel; 2], out: &mut [TileOut; 2]) {
         assert!(panels.iter().all(|p| p.k == tile.k()), "inputs of tile and panels");
-        // SAFETY: `self` proves the instructions.
-        unsafe { mul_floats(&tile.values, panels.each_ref().map(|p| &p.values[..]), out.each_mut()) }
+        if panels.iter().all(|p| p.pairs.is_empty()) {
+            // SAFETY: `self` proves the instructions.
+            unsafe { mul_floats(&tile.values, panels.each_ref().map(|p| &p.values[..]), out.each_mut()) }
+        } else {
+            assert!(self.pairs, "panels in pairs where they can be multiplied");
+            // SAFETY: `self` proves the instructions, with BF16 as was seen above.
+            unsafe { mul_pairs(&tile.pairs, panels.each_ref().map(|p| &p.pairs[..]), out.each_mut()) }
+        }
+    }
+
+    fn pairs(self) -> bool {
+        self.pairs
+    }
+
+    fn round_row(self, tile: &mut FloatTile, i: usize, row: &[f32]) {
+        assert!(i < TILE_ROWS && row.len() == tile.k(), "a row of the tile");
+        match tile.kind() {
+            // SAFETY: `self` proves the instructions, with BF16 as is seen here.
+            ActKind::Bf16 if self.pairs && !tile.pairs.is_empty() => unsafe { round_pairs(&mut tile.pairs, i, row) },
+            // SAFETY: `self` proves the instructions.
+            ActKind::F16 => unsafe { round_halves(&mut tile.values, i, row) },
+            _ => tile.set_row(i, row),
+        }
     }
 
     fn quantise_row(self, tile: &mut CodeTile, i: usize, row: &[f32]) {
@@ -333,6 +373,62 @@ fn mul_floats<const P: usize>(a: &[f32], panels: [&[FloatLine]; P], out: [&mut T
             // SAFETY: a line is sixteen floats.
             unsafe { _mm512_storeu_ps(line.as_mut_ptr(), s[p]) };
         }
+    }
+}
+
+/// The same of bf16, two inputs at a time: products of two are exact, sums are f32, and numbers below 2^-126 count as 0.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
+fn mul_pairs<const P: usize>(a: &[u32], panels: [&[CodeLine]; P], out: [&mut TileOut; P]) {
+    let a = a.as_chunks::<TILE_ROWS>().0;
+    let n = panels.iter().fold(a.len(), |n, p| n.min(p.len()));
+    let panels = panels.map(|p| &p[..n]);
+    let mut sum = [[_mm512_setzero_ps(); P]; TILE_ROWS];
+    for (q, a) in a[..n].iter().enumerate() {
+        // SAFETY: a line is 64 aligned bytes, every panel has n of them, and any bits are two bf16 to a lane.
+        let w: [__m512bh; P] =
+            panels.map(|p| unsafe { std::mem::transmute(_mm512_load_si512(p.as_ptr().add(q).cast())) });
+        for (s, a) in sum.iter_mut().zip(a) {
+            // SAFETY: as above.
+            let a: __m512bh = unsafe { std::mem::transmute(_mm512_set1_epi32(a.cast_signed())) };
+            for (s, w) in s.iter_mut().zip(w) {
+                *s = _mm512_dpbf16_ps(*s, w, a);
+            }
+        }
+    }
+    for (p, out) in out.into_iter().enumerate() {
+        for (line, s) in out.iter_mut().zip(&sum) {
+            // SAFETY: a line is sixteen floats.
+            unsafe { _mm512_storeu_ps(line.as_mut_ptr(), s[p]) };
+        }
+    }
+}
+
+/// Rounds a row to bf16 and puts it as row `i` among pairs.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
+fn round_pairs(pairs: &mut [u32], i: usize, row: &[f32]) {
+    let lines = pairs.chunks_mut(16 * TILE_ROWS);
+    for (x, lines) in row.chunks(32).zip(lines) {
+        let mut whole = [0f32; 32];
+        whole[..x.len()].copy_from_slice(x);
+        // SAFETY: 32 floats; the result is 32 numbers of 16 bits, which any bits are.
+        let words: [u32; 16] = unsafe {
+            let (low, high) = (_mm512_loadu_ps(whole.as_ptr()), _mm512_loadu_ps(whole.as_ptr().add(16)));
+            std::mem::transmute(_mm512_cvtne2ps_pbh(high, low))
+        };
+        lines[i..].iter_mut().step_by(TILE_ROWS).zip(words).for_each(|(p, word)| *p = word);
+    }
+}
+
+/// Rounds a row to f16 and puts it as row `i` among values.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,f16c")]
+fn round_halves(values: &mut [f32], i: usize, row: &[f32]) {
+    for (x, lines) in row.chunks(16).zip(values.chunks_mut(16 * TILE_ROWS)) {
+        let mut whole = [0f32; 16];
+        whole[..x.len()].copy_from_slice(x);
+        // SAFETY: sixteen floats.
+        let x = unsafe { _mm512_loadu_ps(whole.as_ptr()) };
+        let rounded = floats(_mm512_cvtph_ps(_mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)));
+        lines[i..].iter_mut().step_by(TILE_ROWS).zip(rounded).for_each(|(v, x)| *v = x);
     }
 }
 

@@ -5,7 +5,7 @@
 //! inlined where its caller has them too, and the caller would be the standard library.
 
 use super::PANEL_COLS;
-use super::panel::{CodeLine, CodePanel, FloatLine};
+use super::panel::{CodeLine, CodePanel, FloatLine, FloatPanel};
 use crate::weight::{WeightType, WeightView};
 use std::arch::x86_64::*;
 
@@ -25,6 +25,49 @@ pub(super) fn decode(w: &WeightView<'_>, first: usize, panel: &mut CodePanel) ->
         };
     }
     each!(Q4_0: 18, Q4_1: 20, Q5_0: 22, Q5_1: 24, Q8_0: 34, Q4_K: 144, Q5_K: 176, Q6_K: 210);
+    true
+}
+
+/// The same for floats: sixteen rows of a multiple of sixteen inputs.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,f16c")]
+pub(super) fn decode_floats(w: &WeightView<'_>, first: usize, panel: &mut FloatPanel) -> bool {
+    let ty = w.ty();
+    if first + PANEL_COLS > w.n() || !w.k().is_multiple_of(16) {
+        return false;
+    }
+    let mut rows: [&[[u8; 32]]; PANEL_COLS] = [&[]; PANEL_COLS];
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = w.row(first + i).as_chunks().0;
+    }
+    for g in 0..rows[0].len() {
+        let mut groups = [_mm256_setzero_si256(); PANEL_COLS];
+        for (group, row) in groups.iter_mut().zip(rows) {
+            *group = load32(&row[g]);
+        }
+        if !panel.pairs.is_empty() {
+            transpose(&groups, panel.pairs[g * 8..].first_chunk_mut().expect("eight lines for sixteen inputs"));
+            continue;
+        }
+        let mut lines = [CodeLine([0; 4 * PANEL_COLS]); 8];
+        transpose(&groups, &mut lines);
+        for (j, line) in lines.iter().enumerate() {
+            // SAFETY: a line is 64 aligned bytes.
+            let bits = unsafe { _mm512_load_si512(line.0.as_ptr().cast()) };
+            if ty == WeightType::F32 {
+                put(&mut panel.values[g * 8 + j], _mm512_castsi512_ps(bits));
+                continue;
+            }
+            // Two inputs of each row.
+            let (low, high) = if ty == WeightType::Bf16 {
+                (_mm512_slli_epi32::<16>(bits), _mm512_andnot_si512(_mm512_set1_epi32(0xffff), bits))
+            } else {
+                let f32s = |halves| _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves)));
+                (f32s(bits), f32s(_mm512_srli_epi32::<16>(bits)))
+            };
+            put(&mut panel.values[g * 16 + 2 * j], _mm512_castsi512_ps(low));
+            put(&mut panel.values[g * 16 + 2 * j + 1], _mm512_castsi512_ps(high));
+        }
+    }
     true
 }
 

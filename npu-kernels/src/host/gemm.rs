@@ -7,7 +7,7 @@
 use super::acts::{Activations, Tiles};
 use super::panel::{CodePanel, FloatPanel};
 use super::{Columns, Kernel, PANEL_COLS, Pool, TILE_ROWS, TileOut};
-use crate::weight::WeightView;
+use crate::weight::{WeightType, WeightView};
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -277,7 +277,7 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, task: &Task<'_>, first: usi
         }
         Tiles::Floats(tiles) => {
             for (panel, (part, first)) in floats.iter_mut().zip(task.panels(first)) {
-                panel.shape(part.weight.k());
+                panel.shape(part.weight.k(), ty == WeightType::Bf16 && kernel.pairs());
                 kernel.decode_floats(&part.weight, first, panel);
             }
             for (t, tile) in range.clone().zip(&tiles[range]) {

@@ -70,6 +70,17 @@ pub(crate) fn decode_codes(w: &WeightView<'_>, first: usize, panel: &mut CodePan
 
 /// The plain decoder of float panels.
 pub(crate) fn decode_floats(w: &WeightView<'_>, first: usize, panel: &mut FloatPanel) {
+    if !panel.pairs.is_empty() {
+        for j in 0..PANEL_COLS {
+            let row = if first + j < w.n() { w.row(first + j) } else { &[] };
+            for (q, line) in panel.pairs.iter_mut().enumerate() {
+                for b in 0..4 {
+                    line.0[4 * j + b] = row.get(4 * q + b).copied().unwrap_or(0);
+                }
+            }
+        }
+        return;
+    }
     let mut row = vec![0f32; w.k()];
     for j in 0..PANEL_COLS {
         if first + j < w.n() {

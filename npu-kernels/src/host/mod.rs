@@ -59,13 +59,15 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, VL, DQ and VNNI.
     Avx512,
+    /// The same with AVX-512 BF16.
+    Avx512Bf16,
     /// aarch64 with NEON and the dot-product instructions.
     Neon,
 }
 
 impl Isa {
     /// All, best first.
-    pub const ALL: [Isa; 4] = [Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Scalar];
+    pub const ALL: [Isa; 5] = [Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Scalar];
 
     /// The best one that this processor has.
     pub fn detect() -> Isa {
@@ -80,8 +82,10 @@ impl Isa {
             Isa::Avx2 => avx2::Avx2::new().is_some(),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::Avx512::new().is_some(),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => avx512::Avx512::with_bf16().is_some(),
             #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => false,
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 => false,
             #[cfg(target_arch = "aarch64")]
             Isa::Neon => neon::Neon::new().is_some(),
             #[cfg(not(target_arch = "aarch64"))]
@@ -95,6 +99,7 @@ impl Isa {
             Isa::Scalar => "any-i8f32-scalar",
             Isa::Avx2 => "x86_64-i8f32-avx2",
             Isa::Avx512 => "x86_64-i8f32-avx512vnni",
+            Isa::Avx512Bf16 => "x86_64-i8bf16f32-avx512bf16",
             Isa::Neon => "aarch64-i8f32-dotprod",
         }
     }
@@ -105,6 +110,7 @@ impl Isa {
             "scalar" => Isa::Scalar,
             "avx2" => Isa::Avx2,
             "avx512" => Isa::Avx512,
+            "avx512bf16" => Isa::Avx512Bf16,
             "neon" => Isa::Neon,
             _ => return None,
         })
@@ -122,7 +128,7 @@ pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
     /// Decodes rows `first..first + PANEL_COLS` of `w` into `panel` (missing rows as zeros).
     fn decode_codes(self, w: &WeightView<'_>, first: usize, panel: &mut CodePanel);
 
-    /// The same for the float types.
+    /// The same for the float types, as values or in pairs: as the panel was shaped.
     fn decode_floats(self, w: &WeightView<'_>, first: usize, panel: &mut FloatPanel);
 
     /// Tile times panel, integer codes. `form` is the index of the panel's code form among the tile's.
@@ -143,6 +149,16 @@ pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
         for (panel, out) in panels.iter().zip(out) {
             self.mul_floats(tile, panel, out);
         }
+    }
+
+    /// Whether bf16 numbers are multiplied in pairs, and tiles and panels of them are to be shaped for that.
+    fn pairs(self) -> bool {
+        false
+    }
+
+    /// Rounds row `i` of a tile of floats to its kind, ties to even.
+    fn round_row(self, tile: &mut acts::FloatTile, i: usize, row: &[f32]) {
+        tile.set_row(i, row);
     }
 
     /// Rounds row `i` of a tile: blocks of 32 as ggml's `quantize_row_q8_0`, of 256 as its `quantize_row_q8_K`.
@@ -168,6 +184,8 @@ macro_rules! with_kernel {
         match $isa {
             #[cfg(target_arch = "x86_64")]
             $crate::Isa::Avx512 if let Some($kernel) = $crate::host::avx512::Avx512::new() => $body,
+            #[cfg(target_arch = "x86_64")]
+            $crate::Isa::Avx512Bf16 if let Some($kernel) = $crate::host::avx512::Avx512::with_bf16() => $body,
             #[cfg(target_arch = "x86_64")]
             $crate::Isa::Avx2 if let Some($kernel) = $crate::host::avx2::Avx2::new() => $body,
             #[cfg(target_arch = "aarch64")]

@@ -35,8 +35,10 @@ pub struct CodePanel {
 
 /// A panel of floats, for the types that have no codes.
 pub struct FloatPanel {
-    /// `[k]` lines of values.
+    /// `[k]` lines of values; none where there are pairs.
     pub values: Vec<FloatLine>,
+    /// `[k / 2]` lines, rounded up, of two bf16 of each column, the first in the lower bytes; none where there are values.
+    pub pairs: Vec<CodeLine>,
     /// Inputs.
     pub k: usize,
 }
@@ -62,12 +64,14 @@ impl CodePanel {
 impl FloatPanel {
     /// An empty panel, to be shaped before use.
     pub const fn empty() -> Self {
-        FloatPanel { values: Vec::new(), k: 0 }
+        FloatPanel { values: Vec::new(), pairs: Vec::new(), k: 0 }
     }
 
-    /// Makes room for `k` inputs.
-    pub fn shape(&mut self, k: usize) {
+    /// Makes room for `k` inputs, as values or in pairs. The contents are unspecified until decoded.
+    pub fn shape(&mut self, k: usize, in_pairs: bool) {
+        let (values, pairs) = if in_pairs { (0, k.div_ceil(2)) } else { (k, 0) };
         self.k = k;
-        self.values.resize(k, FloatLine::ZERO);
+        self.values.resize(values, FloatLine::ZERO);
+        self.pairs.resize(pairs, CodeLine([0; 4 * PANEL_COLS]));
     }
 }

@@ -105,7 +105,7 @@ mod x86 {
                     });
                 }
             }
-            Isa::Avx512 => {
+            Isa::Avx512 | Isa::Avx512Bf16 => {
                 if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vnni") {
                     found.push(Peak {
                         operands: Operands::Int8,
