@@ -21,6 +21,13 @@ impl Avx512 {
     }
 }
 
+/// Whether AMD made the processor.
+pub(super) fn is_amd() -> bool {
+    // The twelve letters of the maker's name.
+    let made = __cpuid(0);
+    [made.ebx, made.edx, made.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
+}
+
 // SAFETY: `new` and `with_bf16` are the only constructors; they check every feature that the methods enable, BF16 if `pairs` is set.
 unsafe impl Kernel for Avx512 {
     fn new() -> Option<Self> {
