@@ -212,6 +212,9 @@ pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
     gate: ExpertGate::ReluSquared,
     ..OWN
 };
+/// Jamba's, in the models and layers that have experts: weights as the softmax leaves them.
+pub(super) const JAMBA_EXPERTS: ExpertRule =
+    ExpertRule { normalise: Setting::Fixed(false), step: Step::ByRouter, ..MIXTRAL };
 /// Granite's: a shared expert where its width says so.
 pub(super) const GRANITE_EXPERTS: ExpertRule = ExpertRule { shared: SharedRule::Width, ..MIXTRAL };
 /// Gemma 4's, in the models that have experts.

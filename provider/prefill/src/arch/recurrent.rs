@@ -2,7 +2,7 @@
 
 use super::dense::{BEFORE, LLAMA, SHARED};
 use super::experts::{
-    ALWAYS, ExpertRule, GRANITE_EXPERTS, KIMI_EXPERTS, LFM2_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width,
+    ALWAYS, ExpertRule, GRANITE_EXPERTS, JAMBA_EXPERTS, KIMI_EXPERTS, LFM2_EXPERTS, NEMOTRON_EXPERTS, SharedRule, Width,
 };
 use super::{
     Activation, Arch, AttnScale, FfnShape, Latent, Mrope, Multipliers, Nextn, Norms, Pairing, Presence, Recurrence,
@@ -102,7 +102,8 @@ pub(super) const TABLE: &[Arch] = &[
         rope: RopeRule::Never,
         recurrence: Some(Recurrence::Mamba),
         recurrent_layers: RecurrentLayers::WithoutKvHeads,
-        examples: "Jamba Reasoning 3B, without experts",
+        experts: Some(&JAMBA_EXPERTS),
+        examples: "Jamba 1.5-1.7 Mini, Large, Jamba Reasoning 3B",
         ..LLAMA
     },
     Arch {

@@ -138,6 +138,36 @@ fn deci(i: u32) -> Tensors {
     all
 }
 
+/// The third layer attends.
+fn jamba_mixer(i: u32) -> Tensors {
+    let mut all = norms(&["attn_norm", "ffn_norm"]);
+    if i == 2 {
+        all.extend(matrices(&ATTENTION));
+    } else {
+        all.extend(matrices(&[("ssm_in", [E, 256]), ("ssm_x", [128, 8 + 2 * 8]), ("ssm_dt", [8, 128])]));
+        all.extend(matrices(&[("ssm_conv1d", [4, 128]), ("ssm_out", [128, E])]));
+        all.extend([("ssm_conv1d.bias", vec![128]), ("ssm_dt.bias", vec![128])]);
+        all.extend([("ssm_a", vec![8, 128]), ("ssm_d", vec![128])]);
+        all.extend(["ssm_dt_norm", "ssm_b_norm", "ssm_c_norm"].map(|name| (name, vec![8])));
+    }
+    all
+}
+
+/// Every second layer has experts, as wide as the other layers' networks.
+fn jamba(i: u32) -> Tensors {
+    let mut all = jamba_mixer(i);
+    match i % 2 {
+        0 => all.extend(matrices(&GATED)),
+        _ => all.extend([
+            ("ffn_gate_inp", vec![E, 4]),
+            ("ffn_gate_exps", vec![E, 96, 4]),
+            ("ffn_up_exps", vec![E, 96, 4]),
+            ("ffn_down_exps", vec![96, E, 4]),
+        ]),
+    }
+    all
+}
+
 const ALL: &[Family] = &[
     Family {
         arch: "kimi-linear",
@@ -192,6 +222,11 @@ const ALL: &[Family] = &[
         layer: glm4moe,
     },
     Family { arch: "deci", keys: &[("expert_count", 0)], layer: deci },
+    Family {
+        arch: "jamba",
+        keys: &[("ssm.conv_kernel", 4), ("ssm.inner_size", 128), ("ssm.state_size", 8), ("ssm.time_step_rank", 8)],
+        layer: jamba,
+    },
 ];
 
 fn writer(family: &Family) -> Writer {
@@ -222,16 +257,16 @@ fn writer(family: &Family) -> Writer {
             w.array_u32(&key(k), &v);
         }
     }
-    if family.arch == "kimi-linear" {
+    if let Some(heads) = [("kimi-linear", 1), ("jamba", 2)].iter().find(|(arch, _)| *arch == family.arch) {
         w.remove(&key("attention.head_count_kv"));
-        w.array_u32(&key("attention.head_count_kv"), &[0, 0, 1, 0]);
+        w.array_u32(&key("attention.head_count_kv"), &[0, 0, heads.1, 0]);
     }
     w.f32(&key("attention.layer_norm_rms_epsilon"), 1e-5);
     let mut rng = Rng(0x5EED);
     rng.tensor(&mut w, "token_embd.weight", &[E, 50], 0.0, 0.5);
     for i in 0..LAYERS {
         for (name, ne) in (family.layer)(i) {
-            let bare = name == "ssm_a" || name.contains(".bias");
+            let bare = matches!(name, "ssm_a" | "ssm_d") || name.contains(".bias");
             let full = format!("blk.{i}.{name}{}", if bare { "" } else { ".weight" });
             let (mean, deviation) = match name {
                 "ssm_a" => (-0.4, 0.05),
@@ -257,17 +292,37 @@ fn threads_and_chunks_change_no_bit() {
     }
 }
 
-/// Of the one that carries a state along, at every length.
+/// Of those that carry a state along, at every length.
 #[test]
 fn chunks_change_no_bit_of_a_state_at_any_length() {
-    let gguf = open(&writer(&ALL[0]));
-    for n in [1, 2, 3, 4, 5, 31, 32, 33, 63, 64, 65, 100, 1000] {
-        let want = state_of(&gguf, &tokens(n), &options()).write();
-        for chunk in [1, 7, 64, n].into_iter().filter(|c| n < 200 || *c > 1) {
-            let got = state_of(&gguf, &tokens(n), &Options { chunk, ..options() }).write();
-            assert!(got == want, "{n} tokens in chunks of {chunk}");
+    for family in ALL.iter().filter(|f| f.keys.iter().any(|(key, _)| *key == "ssm.conv_kernel")) {
+        let gguf = open(&writer(family));
+        for n in [1, 2, 3, 4, 5, 31, 32, 33, 63, 64, 65, 100, 1000] {
+            let want = state_of(&gguf, &tokens(n), &options()).write();
+            for chunk in [1, 7, 64, n].into_iter().filter(|c| n < 200 || *c > 1) {
+                let got = state_of(&gguf, &tokens(n), &Options { chunk, ..options() }).write();
+                assert!(got == want, "{}: {n} tokens in chunks of {chunk}", family.arch);
+            }
         }
     }
+}
+
+#[test]
+fn layers_without_a_router_have_a_plain_network() {
+    let family = ALL.iter().find(|f| f.arch == "jamba").expect("a family of this name");
+    let mixtures = |w: &Writer| {
+        let gguf = open(w);
+        Model::load(&gguf).map(|m| m.spec().layers.iter().map(|l| l.ffn.experts().is_some()).collect::<Vec<_>>())
+    };
+    assert_eq!(mixtures(&writer(family)).unwrap(), [false, true, false, true]);
+    let no_router = |i| jamba(i).into_iter().filter(|(name, _)| *name != "ffn_gate_inp").collect();
+    let message = mixtures(&writer(&Family { layer: no_router, ..*family })).unwrap_err().to_string();
+    assert!(message.contains("\"blk.1.ffn_gate.weight\": found no such tensor, wanted"), "{message}");
+    // The smallest files say that there is one expert, and no layer has it.
+    let plain = |i| [jamba_mixer(i), matrices(&GATED)].concat();
+    let mut w = writer(&Family { layer: plain, ..*family });
+    w.u32("jamba.expert_count", 1).u32("jamba.expert_used_count", 1);
+    assert_eq!(mixtures(&w).unwrap(), [false; 4]);
 }
 
 #[test]
@@ -302,6 +357,11 @@ fn one_wrong_number_is_refused_with_its_key() {
         ("deci", "attention.head_count", 0),
         ("deci", "attention.head_count_kv", 0),
         ("deci", "expert_count", 4),
+        ("jamba", "expert_count", u32::MAX),
+        ("jamba", "expert_used_count", 0),
+        ("jamba", "expert_used_count", 5),
+        ("jamba", "feed_forward_length", 0),
+        ("jamba", "ssm.time_step_rank", 0),
     ] {
         let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
         let mut w = writer(family);
@@ -328,6 +388,8 @@ fn one_wrong_number_is_refused_with_its_key() {
         ("llama4", "expert_feed_forward_length"),
         ("smallthinker", "expert_gating_func"),
         ("arctic", "feed_forward_length"),
+        ("jamba", "expert_used_count"),
+        ("jamba", "feed_forward_length"),
     ] {
         let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
         let mut w = writer(family);
