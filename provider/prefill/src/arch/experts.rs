@@ -35,6 +35,9 @@ pub struct ExpertRule {
     pub biases: Presence,
     /// Gate and up may be one tensor, `ffn_gate_up_exps`.
     pub fused: bool,
+    /// `moe_latent_size` is read: where it is there and not 0, experts have rows of that length, and a projection before and
+    /// behind them.
+    pub reads_latent: bool,
     /// `leading_dense_block_count` is read: the first layers have plain networks.
     pub leading_dense: bool,
     /// Which layers have a mixture, of those behind the leading ones.
@@ -168,6 +171,7 @@ const MIXTRAL: ExpertRule = ExpertRule {
     router_bias: Presence::Never,
     biases: Presence::Never,
     fused: false,
+    reads_latent: false,
     leading_dense: false,
     step: Step::All,
     gate: ExpertGate::Silu,
@@ -210,6 +214,7 @@ pub(super) const NEMOTRON_EXPERTS: ExpertRule = ExpertRule {
     shared: SharedRule::Width,
     selection_bias: Presence::Required,
     gate: ExpertGate::ReluSquared,
+    reads_latent: true,
     ..OWN
 };
 /// Jamba's, in the models and layers that have experts: weights as the softmax leaves them.

@@ -141,7 +141,7 @@ pub(super) const TABLE: &[Arch] = &[
         other_bias: Presence::Never,
         experts: Some(&NEMOTRON_EXPERTS),
         nextn: Nextn::Apart,
-        examples: "Nemotron 3 Nano 30B-A3B",
+        examples: "Nemotron 3 Nano 30B-A3B, Super 120B-A12B",
         ..NEMOTRON_H
     },
     Arch {

@@ -7,7 +7,9 @@
 use super::{Bad, Host, SCRATCH, Stage};
 use crate::Error;
 use crate::arch::experts::ExpertGate;
-use crate::layer::experts::{self as kind, ExpertsOp, ExpertsSpec, ExpertsWeights, Matrices, SharedWeights};
+use crate::layer::experts::{
+    self as kind, ExpertsOp, ExpertsSpec, ExpertsWeights, LatentWeights, Matrices, SharedWeights,
+};
 use crate::model::Model;
 use crate::plan::Command;
 use crate::route::{self, Choice};
@@ -45,7 +47,17 @@ pub(super) struct Room {
     /// Their product, rounded for the down projection.
     gated: Activations,
     out: Slab,
+    latent: Latent,
     shared: Shared,
+}
+
+/// Buffers of experts whose rows are not as long as an embedding, a row per position.
+struct Latent {
+    /// What the experts read.
+    input: Slab,
+    /// Their weighted sum, and the same rounded for the way back.
+    sum: Slab,
+    acts: Activations,
 }
 
 /// Buffers of the shared expert, a row per position.
@@ -62,7 +74,10 @@ impl Room {
     pub fn new(model: &Model<'_>, m: usize) -> Room {
         let spec = model.spec();
         let widest = |f: &dyn Fn(&ExpertsSpec) -> usize| kind::layers(spec).map(f).max().unwrap_or(0);
-        let (e, ff, rows) = (spec.n_embd, widest(&|x| x.n_ff), widest(&|x| x.rows(m)));
+        let (e, row) = (spec.n_embd, widest(&|x| x.row(spec)));
+        let (ff, rows) = (widest(&|x| x.n_ff), widest(&|x| x.rows(m)));
+        let latent = widest(&|x| x.latent.unwrap_or(0));
+        let latent_rows = if latent > 0 { m } else { 0 };
         let shared = widest(&|x| x.n_shared.unwrap_or(0));
         let weights = || model.weights().layers.iter().filter_map(|l| l.ffn.experts());
         let used = widest(&|x| x.routing.n_used);
@@ -74,11 +89,20 @@ impl Room {
             owners: vec![(NOBODY, 0.0); rows],
             experts: Vec::new(),
             tiles: Vec::new(),
-            input: Activations::new(rows, e, &kind::types_of(weights(), ExpertsWeights::grouped_types)),
+            input: Activations::new(rows, row, &kind::types_of(weights(), ExpertsWeights::grouped_types)),
             gate: Slab::new(rows * ff),
             up: Slab::new(rows * ff),
             gated: Activations::new(rows, ff, &kind::types_of(weights(), |w| vec![w.down.weights[0].ty()])),
-            out: Slab::new(rows * e),
+            out: Slab::new(rows * row),
+            latent: Latent {
+                input: Slab::new(m * latent),
+                sum: Slab::new(m * latent),
+                acts: Activations::new(
+                    latent_rows,
+                    latent,
+                    &kind::types_of(weights(), |w| w.latent.iter().map(|l| l.up.weight.ty()).collect()),
+                ),
+            },
             shared: Shared {
                 gate: Slab::new(m * shared),
                 up: Slab::new(m * shared),
@@ -103,8 +127,11 @@ impl Room {
     ) -> Result<(), Error> {
         let spec = host.model.spec().layers[c.layer].ffn.experts().expect("these steps are of mixtures");
         let w = host.weights(c).ffn.experts().expect("mixtures have experts' tensors");
+        let latent = || w.latent.as_ref().expect("the spec has rows of their own");
         match op {
             ExpertsOp::Route { .. } => self.route(host, stage, c, spec, w)?,
+            ExpertsOp::LatentDown { n, .. } => self.latent.down(host, stage, c, latent(), *n)?,
+            ExpertsOp::LatentUp { k, n } => self.latent.up(host, stage, c, latent(), *k, *n)?,
             ExpertsOp::ExpertsGateUp { k, n, .. } | ExpertsOp::ExpertsUp { k, n, .. } => {
                 self.gate_up(host, stage, spec, w, *k, *n)
             }
@@ -182,12 +209,16 @@ impl Room {
         k: usize,
         n: usize,
     ) {
-        let (owners, normed) = (&self.owners, stage.input.rows().expect("kept for experts"));
+        let owners = &self.owners;
+        let from = match x.latent {
+            Some(_) => &self.latent.input[..],
+            None => stage.input.rows().expect("kept for experts"),
+        };
         self.input.reshape(self.tiles.last().map_or(0, |t| t.end * TILE_ROWS), k);
         self.input.fill(host.kernel, host.pool, |slot, row| match owners[slot] {
             (NOBODY, _) => row.fill(0.0),
             (i, weight) => {
-                row.copy_from_slice(&normed[i as usize * k..][..k]);
+                row.copy_from_slice(&from[i as usize * k..][..k]);
                 if x.weights_first {
                     row.iter_mut().for_each(|v| *v *= weight);
                 }
@@ -228,7 +259,8 @@ impl Room {
         let jobs = [job(&self.experts, &w.down, &mut self.out[..size], n)];
         gemm_grouped(host.kernel, host.pool, &self.gated, &self.tiles, &jobs);
         let (slots, owners, out, used) = (&self.slots, &self.owners, &self.out, x.routing.n_used);
-        let mut rows: Vec<&mut [f32]> = stage.out[..m * n].chunks_exact_mut(n).collect();
+        let sums = if x.latent.is_some() { &mut self.latent.sum } else { &mut stage.out };
+        let mut rows: Vec<&mut [f32]> = sums[..m * n].chunks_exact_mut(n).collect();
         host.pool.for_each_mut(&mut rows, |i, sum| {
             for (j, &slot) in slots[i * used..][..used].iter().enumerate() {
                 let from = &out[slot as usize * n..][..n];
@@ -247,6 +279,41 @@ fn job<'a>(experts: &[usize], matrices: &'a Matrices<'_>, out: &'a mut [f32], n:
     let part = |e: &usize| Part { weight: matrices.weights[*e], bias: matrices.bias(*e) };
     let m = out.len() / n;
     GroupedJob { parts: experts.iter().map(part).collect(), out: Columns::new(out, m, n) }
+}
+
+impl Latent {
+    /// What the experts read.
+    fn down<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        stage: &Stage,
+        c: &Command,
+        w: &LatentWeights<'_>,
+        n: usize,
+    ) -> Result<(), Error> {
+        let size = c.rows.len() * n;
+        host.project_on_host(&stage.input, vec![(&w.down, &mut self.input[..size])]);
+        let bad = Bad::default();
+        let mut rows: Vec<&mut [f32]> = self.input[..size].chunks_exact_mut(n).collect();
+        host.pool.for_each_mut(&mut rows, |i, row| host.kernel.rows(|| bad.check(row, c.rows.start + i)));
+        bad.result(c.layer, "the input of the experts")
+    }
+
+    /// Their sum becomes the mixture's output.
+    fn up<K: Kernel>(
+        &mut self,
+        host: &Host<'_, K>,
+        stage: &mut Stage,
+        c: &Command,
+        w: &LatentWeights<'_>,
+        k: usize,
+        n: usize,
+    ) -> Result<(), Error> {
+        let sum = &self.sum;
+        host.fill(&mut self.acts, c, k, "the sum of the experts", |i, row| row.copy_from_slice(&sum[i * k..][..k]))?;
+        host.project_on_host(&self.acts, vec![(&w.up, &mut stage.out[..c.rows.len() * n])]);
+        Ok(())
+    }
 }
 
 impl Shared {

@@ -28,6 +28,9 @@ pub struct ExpertsSpec {
     pub gate: ExpertGate,
     /// Width of an expert.
     pub n_ff: usize,
+    /// Length of the rows that experts read and write, where that is not an embedding's. The router and the shared expert read
+    /// embeddings all the same.
+    pub latent: Option<usize>,
     /// Width of the shared expert, where there is one.
     pub n_shared: Option<usize>,
     /// The weights multiply what goes into the experts, not what comes out (llama4).
@@ -47,8 +50,10 @@ pub struct ExpertsWeights<'g> {
     pub gate: Option<Matrices<'g>>,
     /// What the gates multiply.
     pub up: Matrices<'g>,
-    /// Back to the embedding's length.
+    /// Back to the length of the experts' rows.
     pub down: Matrices<'g>,
+    /// From an embedding's length to that of the experts' rows and back, where these are not the same.
+    pub latent: Option<LatentWeights<'g>>,
     /// The shared expert.
     pub shared: Option<SharedWeights<'g>>,
 }
@@ -60,6 +65,14 @@ pub struct Matrices<'g> {
     pub weights: Vec<WeightView<'g>>,
     /// `[expert][output]`, added to the products.
     pub bias: Option<Vec<f32>>,
+}
+
+/// Projections before and behind experts.
+#[derive(Debug)]
+#[allow(missing_docs)] // llama.cpp's tensor names
+pub struct LatentWeights<'g> {
+    pub down: Linear<'g>,
+    pub up: Linear<'g>,
 }
 
 /// Tensors of a shared expert.
@@ -84,6 +97,13 @@ pub enum ExpertsOp {
         experts: usize,
         /// How many each position goes to.
         used: usize,
+    },
+    /// Rows as the experts want them.
+    LatentDown {
+        /// Inputs.
+        k: usize,
+        /// Outputs.
+        n: usize,
     },
     /// Gate and up projections of every expert over its positions.
     ExpertsGateUp {
@@ -113,6 +133,13 @@ pub enum ExpertsOp {
         n: usize,
         /// Experts per position.
         used: usize,
+    },
+    /// The sum as an embedding's length.
+    LatentUp {
+        /// Inputs.
+        k: usize,
+        /// Outputs.
+        n: usize,
     },
     /// The shared expert over all positions, added to the sum.
     Shared {
@@ -228,6 +255,10 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         Setting::Key => keys.bool("expert_weights_norm")?.unwrap_or(false),
     };
     let scale = if rule.reads_scale { keys.f32("expert_weights_scale")?.unwrap_or(0.0) } else { 0.0 };
+    let latent = match keys.u32("moe_latent_size")?.filter(|n| rule.reads_latent && *n > 0) {
+        Some(n) => Some(keys.in_range("moe_latent_size", n, MAX_WIDTH)? as usize),
+        None => None,
+    };
     let routing = Routing {
         n_expert: n_expert as usize,
         n_used: n_used as usize,
@@ -241,6 +272,7 @@ pub(crate) fn read(c: &Common<'_>, rule: &'static ExpertRule, n_vocab: u32) -> R
         routing,
         gate: rule.gate,
         n_ff: n_ff as usize,
+        latent,
         n_shared: n_shared.map(|n| n as usize),
         weights_first: rule.weights_first,
         router_first: rule.router_first,
@@ -310,16 +342,19 @@ fn groups(c: &Common<'_>, n_expert: u32) -> Result<Option<(usize, usize)>, Error
 
 impl ExpertsSpec {
     pub(crate) fn ops(&self, spec: &Spec) -> Vec<Op> {
-        let (e, ff) = (spec.n_embd, self.n_ff);
+        let (e, row, ff) = (spec.n_embd, self.row(spec), self.n_ff);
         let used = self.routing.n_used;
-        let mut ops = vec![
+        let mut ops = Vec::new();
+        ops.extend(self.latent.map(|n| ExpertsOp::LatentDown { k: e, n }));
+        ops.extend([
             match self.gate.has_matrix() {
-                true => ExpertsOp::ExpertsGateUp { k: e, n: ff, used },
-                false => ExpertsOp::ExpertsUp { k: e, n: ff, used },
+                true => ExpertsOp::ExpertsGateUp { k: row, n: ff, used },
+                false => ExpertsOp::ExpertsUp { k: row, n: ff, used },
             },
             ExpertsOp::ExpertsGate,
-            ExpertsOp::ExpertsDown { k: ff, n: e, used },
-        ];
+            ExpertsOp::ExpertsDown { k: ff, n: row, used },
+        ]);
+        ops.extend(self.latent.map(|k| ExpertsOp::LatentUp { k, n: e }));
         ops.extend(self.n_shared.map(|n| match self.gate.has_matrix() {
             true => ExpertsOp::Shared { k: e, n },
             false => ExpertsOp::SharedUp { k: e, n },
@@ -334,6 +369,11 @@ impl ExpertsSpec {
         Op::Experts(ExpertsOp::Route { k: spec.n_embd, experts: n_expert, used: n_used })
     }
 
+    /// Length of the rows that experts read and write.
+    pub(crate) fn row(&self, spec: &Spec) -> usize {
+        self.latent.unwrap_or(spec.n_embd)
+    }
+
     /// Rows that a chunk of `m` positions takes when each expert's begin a tile.
     pub(crate) fn rows(&self, m: usize) -> usize {
         let rows = m * self.routing.n_used;
@@ -346,7 +386,7 @@ impl ExpertsSpec {
 impl<'g> ExpertsWeights<'g> {
     pub(crate) fn load(loader: &mut Loader<'g>, spec: &Spec, x: &ExpertsSpec, prefix: &str) -> Result<Self, Error> {
         let rule = spec.arch.experts.expect("experts come from a rule");
-        let (e, ff, n) = (spec.n_embd, x.n_ff, x.routing.n_expert);
+        let (e, row, ff, n) = (spec.n_embd, x.row(spec), x.n_ff, x.routing.n_expert);
         let name = |what: &str| format!("{prefix}.{what}");
         let norms = rule.beside == Beside::Norms;
         let router = match norms {
@@ -354,13 +394,20 @@ impl<'g> ExpertsWeights<'g> {
             true => Linear { weight: loader.matrix(&name("ffn_gate_inp.weight"), e, n)?, bias: None },
             false => loader.linear(&name("ffn_gate_inp"), e, n, rule.router_bias)?,
         };
+        let latent = match x.latent {
+            None => None,
+            Some(row) => Some(LatentWeights {
+                down: loader.linear(&name("ffn_latent_down"), e, row, Presence::Never)?,
+                up: loader.linear(&name("ffn_latent_up"), row, e, Presence::Never)?,
+            }),
+        };
         let fused = name("ffn_gate_up_exps");
         let (gate, up) = if rule.fused && loader.has(&format!("{fused}.weight")) {
-            let both = loader.matrices(&format!("{fused}.weight"), e, 2 * ff, n)?;
+            let both = loader.matrices(&format!("{fused}.weight"), row, 2 * ff, n)?;
             let half = |first| both.iter().map(|w| w.rows(first, ff).expect("half of the rows")).collect();
             (Some(Matrices { weights: half(0), bias: None }), Matrices { weights: half(ff), bias: None })
         } else {
-            let mut matrices = |what: &str| Matrices::load(loader, &name(what), [e, ff, n], rule.biases);
+            let mut matrices = |what: &str| Matrices::load(loader, &name(what), [row, ff, n], rule.biases);
             let gate = if x.gate.has_matrix() { Some(matrices("ffn_gate_exps")?) } else { None };
             (gate, matrices("ffn_up_exps")?)
         };
@@ -379,7 +426,7 @@ impl<'g> ExpertsWeights<'g> {
                 },
             }),
         };
-        let mut down = Matrices::load(loader, &name("ffn_down_exps"), [ff, e, n], rule.biases)?;
+        let mut down = Matrices::load(loader, &name("ffn_down_exps"), [ff, row, n], rule.biases)?;
         let factors = if norms { Presence::Optional } else { Presence::Never };
         if let Some(factors) = loader.vector(&name("ffn_down_exps.scale"), n, factors)? {
             down.weights.iter_mut().zip(factors).for_each(|(w, by)| *w = w.times(by));
@@ -387,12 +434,13 @@ impl<'g> ExpertsWeights<'g> {
         // Some files name it without `.bias`.
         let bias = if loader.has(&name("exp_probs_b")) { "exp_probs_b" } else { "exp_probs_b.bias" };
         let selection_bias = loader.vector(&name(bias), n, rule.selection_bias)?;
-        Ok(ExpertsWeights { router, selection_bias, gate, up, down, shared })
+        Ok(ExpertsWeights { router, selection_bias, gate, up, down, latent, shared })
     }
 
     /// Types of the matrices that meet the normed residual stream as it is.
     pub(crate) fn input_types(&self) -> Vec<WeightType> {
         let mut types = vec![self.router.weight.ty()];
+        types.extend(self.latent.iter().map(|l| l.down.weight.ty()));
         if let Some(s) = &self.shared {
             types.extend(s.gate.iter().chain([&s.up]).map(|l| l.weight.ty()));
             types.extend(s.mix.iter().map(|l| l.weight.ty()));
@@ -424,6 +472,7 @@ impl ExpertsOp {
     pub(crate) fn flops(&self, m: u64) -> u64 {
         match self {
             ExpertsOp::Route { k, experts, .. } => 2 * m * (*k * *experts) as u64,
+            ExpertsOp::LatentDown { k, n } | ExpertsOp::LatentUp { k, n } => 2 * m * (*k * *n) as u64,
             ExpertsOp::ExpertsGateUp { k, n, used } => 4 * m * (*k * *n * *used) as u64,
             ExpertsOp::ExpertsUp { k, n, used } | ExpertsOp::ExpertsDown { k, n, used } => {
                 2 * m * (*k * *n * *used) as u64
@@ -441,18 +490,20 @@ pub(crate) fn layers(spec: &Spec) -> impl Iterator<Item = &ExpertsSpec> {
 }
 
 /// Bytes that a chunk takes: the normed rows; per expert and position inputs, gate, up and outputs as f32, inputs and
-/// gated values as rounded tiles; router outputs and choices; the shared expert as a plain network.
+/// gated values as rounded tiles; router outputs and choices; the experts' rows where these are not an embedding's, their sum as
+/// f32 and rounded; the shared expert as a plain network.
 pub(crate) fn memory(spec: &Spec, chunk: usize) -> usize {
     let widest = |f: &dyn Fn(&ExpertsSpec) -> usize| layers(spec).map(f).max().unwrap_or(0);
     let e = spec.n_embd;
-    let rows = widest(&|x| x.rows(chunk));
+    let (rows, row) = (widest(&|x| x.rows(chunk)), widest(&|x| x.row(spec)));
+    let latent = widest(&|x| x.latent.unwrap_or(0));
     let (ff, shared) = (widest(&|x| x.n_ff), widest(&|x| x.n_shared.unwrap_or(0)));
     let (experts, used) = (widest(&|x| x.routing.n_expert), widest(&|x| x.routing.n_used));
     if rows == 0 {
         return 0;
     }
     // The router meets the input unrounded: one more kind of tile.
-    4 * (rows * (2 * e + 3 * ff) + chunk * (2 * e + experts + 4 * used + 4 * shared))
+    4 * (rows * (2 * row + 3 * ff) + chunk * (2 * e + experts + 4 * used + 3 * latent + 4 * shared))
 }
 
 /// The distinct types that the matrices of all layers have, by `f`.

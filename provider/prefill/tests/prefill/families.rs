@@ -1,9 +1,9 @@
 //! Models whose layers are made of parts that few others have: that chunks and threads change nothing, and bad numbers.
 
-use crate::run::{options, state_of, tokens};
+use crate::run::{check_not_finite, options, state_of, tokens};
 use crate::tiny::{Rng, open};
 use gguf::write::Writer;
-use prefill::{Error, Model, Options};
+use prefill::{Error, Model, Options, Plan};
 
 const E: u64 = 64;
 const LAYERS: u32 = 4;
@@ -168,6 +168,30 @@ fn jamba(i: u32) -> Tensors {
     all
 }
 
+/// A scan, experts without gates on rows of 20 channels, attention, and experts that nothing is handed over from.
+fn nemotron(i: u32) -> Tensors {
+    let mut all = norms(&["attn_norm"]);
+    match i {
+        0 => {
+            all.extend(matrices(&[("ssm_in", [E, 100]), ("ssm_conv1d", [4, 64]), ("ssm_out", [32, E])]));
+            all.extend([("ssm_conv1d.bias", vec![64]), ("ssm_dt.bias", vec![4]), ("ssm_norm", vec![16, 2])]);
+            all.extend([("ssm_a", vec![1, 4]), ("ssm_d", vec![1, 4])]);
+        }
+        2 => all.extend(matrices(&ATTENTION)),
+        _ => {
+            all.extend(matrices(&[("ffn_gate_inp", [E, 4]), ("ffn_latent_down", [E, 20]), ("ffn_latent_up", [20, E])]));
+            all.extend([("ffn_up_exps", vec![20, 24, 4]), ("ffn_down_exps", vec![24, 20, 4])]);
+            all.extend(matrices(&[("ffn_up_shexp", [E, 40]), ("ffn_down_shexp", [40, E])]));
+            all.push(("exp_probs_b.bias", vec![4]));
+        }
+    }
+    all
+}
+
+fn nemotron_without(i: u32, what: &str) -> Tensors {
+    nemotron(i).into_iter().filter(|(name, _)| *name != what).collect()
+}
+
 const ALL: &[Family] = &[
     Family {
         arch: "kimi-linear",
@@ -227,6 +251,19 @@ const ALL: &[Family] = &[
         keys: &[("ssm.conv_kernel", 4), ("ssm.inner_size", 128), ("ssm.state_size", 8), ("ssm.time_step_rank", 8)],
         layer: jamba,
     },
+    Family {
+        arch: "nemotron_h_moe",
+        keys: &[
+            ("ssm.conv_kernel", 4),
+            ("ssm.inner_size", 32),
+            ("ssm.state_size", 8),
+            ("ssm.time_step_rank", 4),
+            ("ssm.group_count", 2),
+            ("expert_shared_feed_forward_length", 40),
+            ("moe_latent_size", 20),
+        ],
+        layer: nemotron,
+    },
 ];
 
 fn writer(family: &Family) -> Writer {
@@ -257,9 +294,15 @@ fn writer(family: &Family) -> Writer {
             w.array_u32(&key(k), &v);
         }
     }
-    if let Some(heads) = [("kimi-linear", 1), ("jamba", 2)].iter().find(|(arch, _)| *arch == family.arch) {
+    if let Some(heads) =
+        [("kimi-linear", 1), ("jamba", 2), ("nemotron_h_moe", 2)].iter().find(|(arch, _)| *arch == family.arch)
+    {
         w.remove(&key("attention.head_count_kv"));
         w.array_u32(&key("attention.head_count_kv"), &[0, 0, heads.1, 0]);
+    }
+    if family.arch == "nemotron_h_moe" {
+        w.remove(&key("feed_forward_length"));
+        w.array_u32(&key("feed_forward_length"), &[0, 24, 0, 24]);
     }
     w.f32(&key("attention.layer_norm_rms_epsilon"), 1e-5);
     let mut rng = Rng(0x5EED);
@@ -325,6 +368,59 @@ fn layers_without_a_router_have_a_plain_network() {
     assert_eq!(mixtures(&w).unwrap(), [false; 4]);
 }
 
+/// Experts may have rows of their own length; the router and the shared expert read embeddings.
+#[test]
+fn rows_of_the_experts_are_as_long_as_the_file_says() {
+    let family = ALL.iter().find(|f| f.arch == "nemotron_h_moe").expect("a family of this name");
+    let gguf = open(&writer(family));
+    let model = Model::load(&gguf).unwrap();
+    let text = Plan::new(model.spec(), 10, 4).to_string();
+    for step in [
+        "Route { k: 64, experts: 4, used: 2 }",
+        "LatentDown { k: 64, n: 20 }",
+        "ExpertsUp { k: 20, n: 24, used: 2 }",
+        "ExpertsDown { k: 24, n: 20, used: 2 }",
+        "LatentUp { k: 20, n: 64 }",
+        "SharedUp { k: 64, n: 40 }",
+    ] {
+        assert!(text.contains(step), "{step} in\n{text}");
+    }
+    let refused = |w: &Writer, wanted: &str| {
+        let message = Model::load(&open(w)).expect_err(wanted).to_string();
+        assert!(message.contains(wanted), "{message}\nshould say {wanted}");
+    };
+    let key = "nemotron_h_moe.moe_latent_size";
+    let mut w = writer(family);
+    w.u32(key, 21);
+    refused(&w, "\"blk.1.ffn_latent_down.weight\": found shape [64, 20], wanted [64, 21]");
+    // Without it experts read embeddings.
+    w.u32(key, 0);
+    refused(&w, "\"blk.1.ffn_up_exps.weight\": found shape [20, 24, 4], wanted [64, 24, 4]");
+    w.remove(key);
+    refused(&w, "\"blk.1.ffn_up_exps.weight\": found shape [20, 24, 4], wanted [64, 24, 4]");
+    let w = writer(&Family { layer: |i| nemotron_without(i, "ffn_latent_down"), ..*family });
+    refused(&w, "\"blk.1.ffn_latent_down.weight\": found no such tensor, wanted one of shape [64, 20]");
+    let w = writer(&Family { layer: |i| nemotron_without(i, "ffn_latent_up"), ..*family });
+    refused(&w, "\"blk.1.ffn_latent_up.weight\": found no such tensor, wanted one of shape [20, 64]");
+}
+
+/// Rounding to integers would hide what is not finite on the way to the experts and back.
+#[test]
+fn what_is_not_finite_beside_the_experts_is_found() {
+    let family = ALL.iter().find(|f| f.arch == "nemotron_h_moe").expect("a family of this name");
+    let found = |layer, name: &str, ne: &[u64]| {
+        let mut w = writer(&Family { layer, ..*family });
+        for i in [1, 3] {
+            let values = vec![3e38; ne.iter().product::<u64>() as usize];
+            w.tensor_f32(&format!("blk.{i}.{name}.weight"), ne, &values).unwrap();
+        }
+        check_not_finite(&w, 1, 0)
+    };
+    let input = found(|i| nemotron_without(i, "ffn_latent_down"), "ffn_latent_down", &[E, 20]);
+    let sum = found(|i| nemotron_without(i, "ffn_down_exps"), "ffn_down_exps", &[24, 20, 4]);
+    assert_eq!((input, sum), ("the input of the experts", "the sum of the experts"));
+}
+
 #[test]
 fn one_wrong_number_is_refused_with_its_key() {
     for (arch, key, value) in [
@@ -362,6 +458,9 @@ fn one_wrong_number_is_refused_with_its_key() {
         ("jamba", "expert_used_count", 5),
         ("jamba", "feed_forward_length", 0),
         ("jamba", "ssm.time_step_rank", 0),
+        ("nemotron_h_moe", "moe_latent_size", u32::MAX),
+        ("nemotron_h_moe", "expert_used_count", 5),
+        ("nemotron_h_moe", "expert_feed_forward_length", 0),
     ] {
         let family = ALL.iter().find(|f| f.arch == arch).expect("a family of this name");
         let mut w = writer(family);

@@ -236,12 +236,16 @@ fn replace(w: &gguf::write::Writer, name: &str, values: &[f32]) -> gguf::write::
     out
 }
 
-fn check_not_finite(w: &gguf::write::Writer, layer: u32, position: u32) {
+/// Returns what was not finite.
+pub fn check_not_finite(w: &gguf::write::Writer, layer: u32, position: u32) -> &'static str {
     let gguf = crate::tiny::open(w);
     let model = Model::load(&gguf).unwrap();
     let result = run(&model, &tokens(30), &options(), &mut Nowhere, &mut Quiet);
     match result {
-        Err(Error::NotFinite { layer: l, position: p, .. }) => assert_eq!((l, p), (layer, position)),
+        Err(Error::NotFinite { layer: l, position: p, what }) => {
+            assert_eq!((l, p), (layer, position));
+            what
+        }
         other => panic!("wanted layer {layer} position {position}, found {other:?}"),
     }
 }
