@@ -31,7 +31,7 @@ impl Hooks for Silent {
 struct Beside<'a> {
     sink: &'a mut dyn KvSink,
     map: &'a KvMap,
-    to: &'a [Mapping],
+    to: &'a mut [Mapping],
     bytes: Vec<u8>,
     copying: Duration,
 }
@@ -109,13 +109,13 @@ fn write_cost() {
 
         let fds = memory();
         let whole = |fd: &Inherited| Mapping::new(fd, 0, fd.len()).unwrap();
-        let to: Vec<Mapping> = fds.iter().map(whole).collect();
+        let mut to: Vec<Mapping> = fds.iter().map(whole).collect();
         // Mapped before it is measured, as the writer's own is.
-        to.iter().for_each(|m| m.write(0, &vec![0; m.len() as usize]).unwrap());
+        to.iter_mut().for_each(|m| m.write(0, &vec![0; m.len() as usize]).unwrap());
         let regions = Regions::map(memory(), &layout, &map, Guard::open()).unwrap();
         let mut scatter = Box::new(Scatter::new(map.clone(), regions).unwrap());
         let mut beside =
-            Beside { sink: scatter.as_mut(), map: &map, to: &to, bytes: Vec::new(), copying: Duration::ZERO };
+            Beside { sink: scatter.as_mut(), map: &map, to: &mut to, bytes: Vec::new(), copying: Duration::ZERO };
         let timings = prefill::run(&model, &tokens, &options, &mut beside, &mut Silent).unwrap();
         let pieces = ms(beside.copying);
         let started = Instant::now();

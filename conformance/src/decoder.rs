@@ -159,9 +159,9 @@ impl Memory {
     ///
     /// # Errors
     /// None that can be expected.
-    pub fn fill(&self, seed: u64) -> io::Result<()> {
+    pub fn fill(&self, seed: u64) -> Result<()> {
         let mut piece = vec![0; PIECE];
-        for (region, map) in self.maps.iter().enumerate() {
+        for (region, map) in self.map_again()?.iter_mut().enumerate() {
             let mut at = 0;
             while at < map.len() {
                 let n = PIECE.min((map.len() - at) as usize);

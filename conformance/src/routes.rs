@@ -176,7 +176,7 @@ fn restored(client: &Client, n: usize) -> Result<f64> {
 /// and out of the caches, which a prefill has filled with other things.
 fn copy(decoder: &Decoder, rows: u64) -> Result<(f64, u64)> {
     let memory = decoder.memory();
-    let maps = memory.map_again()?;
+    let mut maps = memory.map_again()?;
     let tensors = memory.layout().tensors();
     let largest = tensors.iter().map(|t| rows * t.row_bytes()).max().unwrap_or(0);
     for t in tensors {

@@ -88,12 +88,8 @@ impl Shape {
         let key = |k: &str| format!("{arch}.{k}");
         let number = |k: &str| -> Result<Option<usize>> { Ok(model.u32(&key(k))?.map(|n| n as usize)) };
         let need = |k: &str| number(k)?.with_context(|| format!("no {}", key(k)));
+        let need_key = |k: &str| model.get(&key(k)).map(drop).with_context(|| format!("no {}", key(k)));
         let (n_embd, n_block) = (need("embedding_length")?, need("block_count")?);
-        // Those of the first layer are what sizes of heads come from.
-        let n_head = match model.get(&key("attention.head_count")) {
-            Some(gguf::Value::Array(a)) => a.iter_u64()?.next().context("no layers")??.try_into()?,
-            _ => need("attention.head_count")?,
-        };
         // Blocks that only predict more tokens have no place in the memory.
         let n_layer = n_block - number("nextn_predict_layers")?.unwrap_or(0).min(n_block);
         let per_layer = |k: &str, default: usize| -> Result<Vec<usize>> {
@@ -105,7 +101,14 @@ impl Shape {
                 _ => Ok(vec![number(k)?.unwrap_or(default); n_layer]),
             }
         };
-        let mut heads_kv = per_layer("attention.head_count_kv", n_head)?;
+        need_key("attention.head_count")?;
+        let heads = per_layer("attention.head_count", 0)?;
+        // Those of the first layer are what sizes of heads come from.
+        let n_head = *heads.first().context("no layers")?;
+        let mut heads_kv = match model.get(&key("attention.head_count_kv")) {
+            Some(_) => per_layer("attention.head_count_kv", 0)?,
+            None => heads,
+        };
         let head_k = number("attention.key_length")?.unwrap_or(n_embd.checked_div(n_head).unwrap_or(0));
         // Latent attention keeps one row that is key and value at once: there is no V.
         let latent = number("attention.key_length_mla")?.is_some_and(|n| n > 0);

@@ -66,8 +66,9 @@ impl Window {
 /// | layers × (i32, u64, rows) | **all** K tensors: type, bytes per row, *c* rows |
 /// | layers × (i32, u64, rows) | all V tensors, unless the section has none (MLA), the same; when transposed (i32, u32, u32, …): type, bytes per element, channels, then *c* elements per channel |
 ///
-/// Layers without attention may stand in a section, with rows of no bytes ([`LayerKv::is_empty`](crate::LayerKv::is_empty)). A model with sliding-window and full layers has two sections, the full one first. A recurrent memory, if there is one, is
-/// the last section, and not like the others:
+/// Layers without attention may stand in a section, with rows of no bytes ([`LayerKv::is_empty`](crate::LayerKv::is_empty)). A
+/// model with sliding-window and full layers has two sections, the full one first. A recurrent memory, if there is one, is the last
+/// section, and not like the others:
 ///
 /// | bytes | meaning |
 /// |---|---|
@@ -204,6 +205,14 @@ pub enum Refusal {
     /// Recurrent state is not in the regions that a decoder shares.
     #[error("the model has recurrent state, which is no part of a decoder's shared memory: use the file route (--out)")]
     SharedRecurrent,
+    /// What place a decoder keeps in its regions for a layer that does not attend is not known.
+    #[error(
+        "layer {layer} keeps no keys and values, and how shared memory is laid out then is not known: use the file route (--out)"
+    )]
+    SharedEmpty {
+        /// Model layer.
+        layer: u32,
+    },
     /// The rows of a transposed V are no rows.
     #[error("V is transposed (flash attention off), and shared memory takes rows: run the decoder with -fa on")]
     SharedTransposed,

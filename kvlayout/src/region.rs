@@ -10,10 +10,11 @@ use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fd::{AsFd, AsRawFd, RawFd};
 use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Bytes copied between two looks at the guard, by one thread.
@@ -242,13 +243,22 @@ impl Mapping {
     ///
     /// # Errors
     /// [`io::ErrorKind::InvalidInput`] when they do not lie inside.
-    pub fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+    pub fn write(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        // SAFETY: nobody else has the mapping.
+        unsafe { self.write_apart(at, bytes) }
+    }
+
+    /// The same while other threads write other bytes.
+    ///
+    /// # Safety
+    /// No other thread reads or writes these bytes of this mapping at the same time.
+    unsafe fn write_apart(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
         check_inside(self.len(), at, bytes.len())?;
         let at = self.skip + at as usize;
         // SAFETY: `at + bytes.len() <= skip + len`, which is the length of the mapping, and the mapping is readable and
         // writable and lives as long as self. `bytes` is ordinary memory of this process and no part of the mapping, since
-        // nobody makes references into one. Other processes may read or write the same bytes meanwhile: they are reached
-        // through raw pointers only and are plain bytes, of which every value is valid.
+        // nobody makes references into one. Other threads stay away, as our caller promises. Other processes may read or write
+        // the same bytes meanwhile: they are reached through raw pointers only and are plain bytes, of which every value is valid.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.map.as_mut_ptr().add(at), bytes.len()) };
         Ok(())
     }
@@ -351,11 +361,13 @@ impl Region {
         }
     }
 
-    /// Copies bytes in, with a look at the guard after every burst; `since` counts a thread's bytes after its last.
-    fn put(&self, guard: &Guard<'_>, since: &mut usize, at: u64, bytes: &[u8]) -> io::Result<()> {
+    /// Copies bytes in, with a look at the guard after every burst; `since` counts a thread's bytes after its last. Threads that
+    /// put at the same time share `claims`, and put every byte once.
+    fn put(&self, guard: &Guard<'_>, claims: &Claims, since: &mut usize, at: u64, bytes: &[u8]) -> io::Result<()> {
         check_inside(self.size, at, bytes.len())?;
         let at = at.checked_sub(self.base).ok_or(Errno::INVAL)?;
         check_inside(self.map.len(), at, bytes.len())?;
+        claims.take(at, bytes.len())?;
         for (i, burst) in bytes.chunks(BURST).enumerate() {
             *since += burst.len();
             if *since > BURST {
@@ -363,9 +375,34 @@ impl Region {
                 *since = burst.len();
             }
             guard.touched.set();
-            self.map.write(at + (i * BURST) as u64, burst)?;
+            // SAFETY: the region is borrowed, so only threads of one `put_pieces` are here, and they share their claims: these
+            // bytes are this call's.
+            unsafe { self.map.write_apart(at + (i * BURST) as u64, burst)? };
         }
         self.written.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Which bytes of a region were put since the claims were made, by whatever thread. Pieces are some KiB, so looking them up is next to
+/// nothing beside copying them.
+#[derive(Default)]
+struct Claims(Mutex<BTreeMap<u64, u64>>);
+
+impl Claims {
+    /// Makes these bytes the caller's, unless they are somebody's.
+    fn take(&self, at: u64, len: usize) -> io::Result<()> {
+        let end = at + len as u64;
+        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Those before do not overlap each other, so the last that begins before our end reaches farthest.
+        if let Some((other, until)) = taken.range(..end).next_back().filter(|(_, until)| **until > at) {
+            let what =
+                format!("bytes {at}..{end} of a region overlap {other}..{until}, which were put in the same call");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+        }
+        if len > 0 {
+            taken.insert(at, end);
+        }
         Ok(())
     }
 }
@@ -503,6 +540,7 @@ impl ByteSpace for Regions<'_> {
             r.begin()?;
         }
         let (all, guard) = (&self.regions, &self.guard);
+        let claims: Vec<Claims> = all.iter().map(|_| Claims::default()).collect();
         let failed = OnceLock::new();
         spread.each(n, &|i| {
             if failed.get().is_some() {
@@ -511,7 +549,7 @@ impl ByteSpace for Regions<'_> {
             let mut since = BURST;
             let result = make(i, &mut |region, at, bytes| {
                 let r = all.get(usize::from(region)).ok_or_else(|| no_region(region, all.len()))?;
-                r.put(guard, &mut since, at, bytes)
+                r.put(guard, &claims[usize::from(region)], &mut since, at, bytes)
             });
             if let Err(e) = result {
                 let _ = failed.set(e);

@@ -16,7 +16,8 @@ pub trait KvSink: Send {
     /// unless it is [`SinkError::Io`].
     fn put_rows(&mut self, layer: u32, part: Part, positions: Range<u32>, rows: &[f32]) -> Result<(), SinkError>;
 
-    /// The same for several tensors, with the threads of `spread` to help.
+    /// The same for several tensors, with the threads of `spread` to help. Where a sink takes them one after the other, those before a
+    /// refused one have been taken.
     fn put_tensors(&mut self, all: &[Rows<'_>], _spread: &dyn Spread) -> Result<(), SinkError> {
         all.iter().try_for_each(|r| self.put_rows(r.layer, r.part, r.positions.clone(), r.rows))
     }

@@ -266,6 +266,9 @@ fn check_spec(spec: &KvSpec) -> Result<(), Refusal> {
                 return Err(Refusal::LayerOrder { section, layer: l.layer });
             }
             last = Some(l.layer);
+            if l.is_empty() {
+                return Err(Refusal::SharedEmpty { layer: l.layer });
+            }
             for (part, ty, width) in parts(spec, s, l) {
                 if width == 0 {
                     return Err(Refusal::NoChannels { layer: l.layer, part });

@@ -27,7 +27,7 @@ pub trait ByteSpace {
     }
 
     /// Puts `n` pieces, in any order and at the same time on the threads of `spread` where the space can: `make(i, put)` makes piece
-    /// `i` and puts its bytes, all of them in one of `regions`. After the first error no further piece is begun.
+    /// `i` and puts its bytes, all of them in one of `regions`, and none that another piece puts. After the first error no further piece is begun.
     fn put_pieces(&mut self, _regions: &[u16], n: usize, _spread: &dyn Spread, make: Make<'_>) -> io::Result<()> {
         (0..n).try_for_each(|i| make(i, &mut |region, at, bytes| self.put_in(region, at, bytes)))
     }

@@ -73,7 +73,7 @@ fn the_routes_mapping_reads_and_writes_the_same_bytes() {
         let fd = Inherited::from_owned(fd).unwrap();
         // The first begins in the middle of a page.
         for (offset, len) in [(4096 + 64, 100_000), (1 << 20, 1 << 20), (SIZE - 10, 10)] {
-            let map = Mapping::new(&fd, offset, len).unwrap_or_else(|e| panic!("{kind}: {offset}, {len}: {e}"));
+            let mut map = Mapping::new(&fd, offset, len).unwrap_or_else(|e| panic!("{kind}: {offset}, {len}: {e}"));
             let bytes = pattern(3, len as usize);
             map.write(0, &bytes).unwrap();
             assert!(view.read(offset as usize, len as usize) == bytes, "{kind}");

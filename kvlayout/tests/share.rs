@@ -68,7 +68,7 @@ fn what_cannot_be_laid_out() {
     assert_eq!(no(&KvSpec { n_stream: 2, ..good.clone() }, 1), Refusal::SharedStreams(2));
     assert_eq!(no(&hybrid(6, 64), 1), Refusal::SharedRecurrent);
     assert_eq!(no(&dense(0, 64), 1), Refusal::NoLayers);
-    assert_eq!(no(&dense(1, 0), 1), Refusal::NoChannels { layer: 0, part: Part::K });
+    assert_eq!(no(&dense(1, 0), 1), Refusal::SharedEmpty { layer: 0 });
     let q8 = no(&typed(1, 40, CacheType::Q8_0), 1);
     assert_eq!(q8.to_string(), "layer 0 K: rows of 40 channels are no whole number of 32 of q8_0");
     assert_eq!(no(&windowed(3, 64, 0), 1), Refusal::NoWindow { section: 1 });

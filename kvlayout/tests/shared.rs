@@ -530,6 +530,33 @@ fn regions_of_one_memory_must_not_overlap() {
     }
 }
 
+/// Two threads that copy to one place would be undefined, whoever asked for it.
+#[test]
+fn pieces_that_overlap_are_refused() {
+    let spec = dense(1, 64);
+    let layout = ShareLayout::compute(&spec, 256).unwrap();
+    let map = KvMap::shared(&spec, &layout, 100).unwrap();
+    let file = memory(Kind::Memfd, layout.size());
+    for (pieces, fine) in [
+        ([(0u64, 64usize), (64, 64), (128, 1)], true),
+        ([(64, 64), (0, 64), (127, 1)], false),
+        ([(64, 64), (0, 65), (300, 1)], false),
+        ([(64, 64), (70, 8), (300, 1)], false),
+        ([(64, 64), (0, 300), (300, 1)], false),
+        ([(64, 0), (64, 0), (64, 8)], true),
+    ] {
+        for spread in [&Alone as &dyn Spread, &All] {
+            let mut regions = Regions::map(take(&[&file]), &layout, &map, Guard::open()).unwrap();
+            let put =
+                regions.put_pieces(&[0], pieces.len(), spread, &|i, put| put(0, pieces[i].0, &vec![1; pieces[i].1]));
+            assert_eq!(put.is_ok(), fine, "{pieces:?}: {put:?}");
+            assert!(fine || put.unwrap_err().to_string().contains("overlap"));
+            // Each call has its own.
+            regions.put(0, &[1; 200]).unwrap();
+        }
+    }
+}
+
 #[test]
 fn five_chunks_of_a_real_model() {
     // Memory files without pages, of which three rows per tensor are written.
@@ -607,7 +634,7 @@ fn what_is_no_descriptor_of_a_region() {
     assert_eq!(taken[0].len(), 5000);
     assert!(taken[0].warning().is_none() || taken[0].kind() == FdKind::MemFd);
     // A file serves as memory, too.
-    let mapping = Mapping::new(&taken.remove(0), 4095, 905).unwrap();
+    let mut mapping = Mapping::new(&taken.remove(0), 4095, 905).unwrap();
     mapping.write(900, &[7; 5]).unwrap();
     assert!(mapping.write(901, &[7; 5]).is_err() && mapping.write(u64::MAX, &[7]).is_err());
     let mut back = [0; 6];
@@ -680,7 +707,7 @@ fn cost_against_memcpy() {
             let rows = values(1, 0..chunk, 1024);
             let bytes = vec![3u8; rows.len() * 2];
             let taken = take(&[&file]).remove(0);
-            let mapping = Mapping::new(&taken, 0, layout.size()).unwrap();
+            let mut mapping = Mapping::new(&taken, 0, layout.size()).unwrap();
             let start = Instant::now();
             for (_, _, w) in map.windows() {
                 for at in (0..n - n % chunk).step_by(chunk as usize) {

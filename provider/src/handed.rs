@@ -46,10 +46,10 @@ pub fn test(compute: &Compute, elfs: &Path, memory: &Inherited, import: Import) 
             return Err(Error::new(Kind::Refused, text).context(about));
         }
         let view = Mapping::new(memory, 0, needs as u64).and_then(|view| view.back(0, needs as u64).map(|()| view));
-        let view = view.map_err(|e| {
+        let mut view = view.map_err(|e| {
             Error::new(Kind::Io, e).context(format!("{about}: the system has no memory behind its first {needs} bytes"))
         })?;
-        match launch_into(&mut *opened, kernel, memory, &view, *way) {
+        match launch_into(&mut *opened, kernel, memory, &mut view, *way) {
             Ok(()) => {
                 line += &format!(": {name} gets there {}", words(*way));
                 return Ok((line, true));
@@ -81,7 +81,7 @@ fn launch_into(
     device: &mut dyn Device,
     kernel: KernelId,
     memory: &Inherited,
-    view: &Mapping,
+    view: &mut Mapping,
     way: Import,
 ) -> std::result::Result<(), String> {
     let spec = device.kernels()[kernel.0].clone();

@@ -1,6 +1,6 @@
 //! Matrix products: activations times the transpose of a weight matrix.
 //!
-//! A thread takes two panels of sixteen outputs, decodes their weights into its own cache and multiplies all tiles of
+//! A thread takes two panels of sixteen outputs (of a gate and its other half one each), decodes their weights into its own cache and multiplies all tiles of
 //! rows with them. Nothing is repacked ahead of time and nothing is kept, so a run starts without a loading phase.
 //! Matrices that take a group of the rows each ([`gemm_grouped`]) share the threads the same way.
 

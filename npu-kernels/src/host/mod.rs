@@ -66,7 +66,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// All, best first.
+    /// All, best first on processors where all gain ([`Isa::detect`] knows the others).
     pub const ALL: [Isa; 5] = [Isa::Avx512Bf16, Isa::Avx512, Isa::Avx2, Isa::Neon, Isa::Scalar];
 
     /// The best one that this processor has.

@@ -343,6 +343,7 @@ pub(super) const TABLE: &[Arch] = &[
         partial_rope: true,
         latent: Latent::Row,
         temperature: TemperatureRule::Length,
+        nextn: Nextn::ApartFromV3,
         experts: Some(&DEEPSEEK2),
         examples: "Mistral Small 4",
         ..LLAMA

@@ -371,6 +371,11 @@ impl<'g> LayerWeights<'g> {
         if l.ffn_input == FfnInput::BesideMixer && spec.arch.layout == Layout::SecondNorm {
             (norms.mixer, norms.ffn) = (Some("attn_norm_2"), norms.mixer);
         }
+        if spec.arch.lone_halves && matches!((&l.mixer, &l.ffn), (Mixer::None, FeedForward::None)) {
+            // One matrix whose output is lost, if there is anything.
+            loader.pass_over(&name("attn_norm."));
+            loader.pass_over(&name("attn_output."));
+        }
         if matches!(l.mixer, Mixer::None) {
             // The norm before its only half is a layer's only one, under the name that is there for both where no layer has two.
             (norms.mixer, norms.ffn) =

@@ -76,8 +76,13 @@ fn lone_halves(c: &Common<'_>) -> Result<Vec<Mixes>, Error> {
         .ok_or_else(|| keys.wrong(key, "no such key", "the number of query heads"))?;
     let heads_kv = keys.per_layer_from(0, key_kv, n, MAX_WIDTH)?.unwrap_or_else(|| heads.clone());
     if heads[0] == 0 || heads_kv[0] == 0 {
-        let (key, wanted) = if heads[0] == 0 { (key, "query heads") } else { (key_kv, "key-value heads") };
-        return Err(keys.wrong(key, 0, format!("{wanted} in the first layer, by which heads are measured")));
+        // Servers measure heads by the first layer's, and rows of no bytes at the beginning look like another kind of memory.
+        let (key, wanted) = if heads[0] == 0 {
+            (key, "query heads in the first layer, by which heads are measured")
+        } else {
+            (key_kv, "key-value heads in the first layer; a state that begins with one without keys is not known")
+        };
+        return Err(keys.wrong(key, 0, wanted));
     }
     if let Some((_, kv)) = heads.iter().zip(&heads_kv).find(|(h, kv)| **h == 0 && **kv > 0) {
         return Err(keys.wrong(key_kv, kv, "0 in a layer without query heads"));
