@@ -170,6 +170,29 @@ fn file_route(scene: &Scene, more: &[&str]) {
 
 // Handoffs that are made.
 
+/// The header says how large it is, so nobody else has to.
+#[test]
+fn rotations_are_those_of_the_headers_context() {
+    let scene = Scene::new(100);
+    common::model_by_context().write(&scene.model).unwrap();
+    let mut found = Vec::new();
+    for n_ctx in [512, 1024] {
+        let decoder = Decoder::with(&scene, most_real(), 2, n_ctx, 0);
+        decoder.run(&scene, &[]).receipt();
+        file_route(&scene, &["-c", &n_ctx.to_string()]);
+        decoder.holds(&scene);
+        found.push(scene.state());
+    }
+    assert!(found[0] != found[1]);
+    // Where it does not say, somebody else has to.
+    let layout = ShareLayout::compute(&spec(2, CacheType::F16), 1024).unwrap();
+    let silent = ShareParams { n_ctx: None, ..params(1024, CacheType::F16) };
+    let decoder = Decoder::of(&scene, most_real(), layout.clone(), &Header::new(Some(7), silent, &layout).write());
+    decoder.refuses(&scene, &[], 69, "--ctx-size");
+    decoder.run(&scene, &["-c", "1024"]).receipt();
+    decoder.holds(&scene);
+}
+
 #[test]
 fn chunks_threads_and_kernels_put_rows_where_they_belong() {
     let scene = Scene::new(150);

@@ -66,7 +66,7 @@ fn read_header(path: &Path) -> Result<Header> {
     })
 }
 
-/// What was said of the decoder, and what its header adds: its types where nobody else named any.
+/// What was said of the decoder, and what its header adds: its types and its context where nobody else named any.
 fn agree(told: &Decoder, header: &Header) -> Result<Decoder> {
     let [k, v] = told.types_told;
     let pick = |told, ours, header: Option<_>| if told { ours } else { header.unwrap_or(ours) };
@@ -79,5 +79,5 @@ fn agree(told: &Decoder, header: &Header) -> Result<Decoder> {
     if header.params.flash_attn == Some(false) {
         return Err(exit::share_refusal(ShareRefusal::FlashAttention));
     }
-    Ok(Decoder { type_k, type_v, ..told.clone() })
+    Ok(Decoder { type_k, type_v, n_ctx: told.n_ctx.or(header.params.n_ctx), ..told.clone() })
 }

@@ -48,20 +48,36 @@ pub fn model(n_layer: u32, change: impl FnOnce(&mut Writer)) -> Writer {
 
 /// The same with other numbers of query and key-value heads.
 pub fn model_of_heads(n_layer: u32, n_head: u32, n_head_kv: u32, change: impl FnOnce(&mut Writer)) -> Writer {
+    let mut w = model_of("llama", n_layer, n_head, n_head_kv);
+    change(&mut w);
+    w
+}
+
+/// One whose rotations depend on the decoder's context: on whether that is above 512.
+pub fn model_by_context() -> Writer {
+    let mut w = model_of("mistral3", 2, 4, 2);
+    w.u32("mistral3.rope.scaling.original_context_length", 512);
+    w.tensor_f32("rope_factors_short.weight", &[8], &[1.0; 8]).unwrap();
+    w.tensor_f32("rope_factors_long.weight", &[8], &[2.0; 8]).unwrap();
+    w
+}
+
+fn model_of(arch: &str, n_layer: u32, n_head: u32, n_head_kv: u32) -> Writer {
+    let key = |k: &str| format!("{arch}.{k}");
     let (n_embd, n_ff) = (64u64, 128u64);
     let n_kv = n_embd / u64::from(n_head) * u64::from(n_head_kv);
-    let mut w = Writer::new("llama");
+    let mut w = Writer::new(arch);
     w.str("general.name", "tiny");
-    w.u32("llama.block_count", n_layer);
-    w.u32("llama.context_length", 4096);
-    w.u32("llama.embedding_length", n_embd as u32);
-    w.u32("llama.feed_forward_length", n_ff as u32);
-    w.u32("llama.attention.head_count", n_head);
-    w.u32("llama.attention.head_count_kv", n_head_kv);
-    w.u32("llama.rope.dimension_count", n_embd as u32 / n_head);
-    w.u32("llama.vocab_size", N_VOCAB);
-    w.f32("llama.rope.freq_base", 10_000.0);
-    w.f32("llama.attention.layer_norm_rms_epsilon", 1e-5);
+    w.u32(&key("block_count"), n_layer);
+    w.u32(&key("context_length"), 4096);
+    w.u32(&key("embedding_length"), n_embd as u32);
+    w.u32(&key("feed_forward_length"), n_ff as u32);
+    w.u32(&key("attention.head_count"), n_head);
+    w.u32(&key("attention.head_count_kv"), n_head_kv);
+    w.u32(&key("rope.dimension_count"), n_embd as u32 / n_head);
+    w.u32(&key("vocab_size"), N_VOCAB);
+    w.f32(&key("rope.freq_base"), 10_000.0);
+    w.f32(&key("attention.layer_norm_rms_epsilon"), 1e-5);
     let mut random = Random(1);
     let mut add = |name: &str, ne: &[u64]| {
         let n: u64 = ne.iter().product();
@@ -84,7 +100,6 @@ pub fn model_of_heads(n_layer: u32, n_head: u32, n_head_kv: u32, change: impl Fn
         block("ffn_down", &[n_ff, n_embd]);
     }
     add("output_norm.weight", &[n_embd]);
-    change(&mut w);
     w
 }
 
