@@ -492,8 +492,9 @@ impl<'a> Runner<'a> {
 
     /// Restores a file and asks for the reply.
     ///
-    /// A server under load has been seen to restore a file and then to compute the whole prompt, once in about a thousand
-    /// handoffs and never twice for one file. That is tried once more, and noted: what a file is to blame for happens again.
+    /// Servers have been seen to restore a file and then to compute the whole prompt, once in about a thousand handoffs and never twice
+    /// for one file, when two could be given one port. That is tried once more, and noted: what a file is to blame for happens
+    /// again.
     fn hand_over(&self, client: &Client, r: &Reference, file: &Path, p: &mut PromptReport) -> Result<()> {
         self.hand_over_once(client, r, file, p)?;
         if p.reuses() && p.cache_n == 0 {

@@ -5,7 +5,8 @@
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
-use std::net::{Ipv4Addr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -120,6 +121,8 @@ impl Build {
 /// A running server. Stopped when dropped.
 pub struct Server {
     child: Child,
+    /// Nobody else is given its port.
+    _port: OwnedFd,
     log: PathBuf,
     /// What to ask it with.
     pub client: Client,
@@ -131,7 +134,7 @@ impl Server {
     /// Starts a server and waits until it is ready. Its log goes to `log`.
     pub fn start(build: &Build, options: &ServerOptions, log: &Path) -> Result<Server> {
         let mut last = None;
-        // The port is chosen by the system and let go of before the server takes it: somebody else may be quicker.
+        // Somebody who asks for this very port may be quicker.
         for _ in 0..3 {
             match Server::attempt(build, options, log) {
                 Ok(server) => return Ok(server),
@@ -143,7 +146,7 @@ impl Server {
     }
 
     fn attempt(build: &Build, options: &ServerOptions, log: &Path) -> Result<Server> {
-        let port = free_port()?;
+        let (held, port) = own_port().context("asking the system for a port")?;
         let out = File::create(log).with_context(|| format!("creating {}", log.display()))?;
         let err = out.try_clone().with_context(|| format!("creating {}", log.display()))?;
         let mut command = command(build, options, port)?;
@@ -151,7 +154,7 @@ impl Server {
         let child =
             crate::serve::spawn(&mut command).with_context(|| format!("starting {:?}", command.get_program()))?;
         let client = Client::new(&format!("http://127.0.0.1:{port}"));
-        let mut server = Server { child, log: log.to_owned(), client, options: options.clone() };
+        let mut server = Server { child, _port: held, log: log.to_owned(), client, options: options.clone() };
         server.wait_ready().with_context(|| format!("server {} with {}", build.name(), options.model.display()))?;
         Ok(server)
     }
@@ -227,9 +230,17 @@ fn port_was_taken(error: &anyhow::Error) -> bool {
     text.contains("couldn't bind") || text.contains("Address already in use") || text.contains("failed to bind")
 }
 
-fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("asking the system for a free port")?;
-    Ok(listener.local_addr().context("asking the system for a free port")?.port())
+/// A port, and what keeps it ours: a socket that does not listen. The system gives such a port to nobody who asks for any, and the server
+/// can take it all the same, since llama-server shares ports (`SO_REUSEPORT`). For that reason two servers that were given one port
+/// would not notice, and each would get some of the other's requests.
+fn own_port() -> Result<(OwnedFd, u16)> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, getsockname, socket_with, sockopt};
+    let fd = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_reuseport(&fd, true)?;
+    sockopt::set_socket_reuseaddr(&fd, true)?;
+    bind(&fd, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))?;
+    let port = SocketAddr::try_from(getsockname(&fd)?)?.port();
+    Ok((fd, port))
 }
 
 fn command(build: &Build, o: &ServerOptions, port: u16) -> Result<Command> {
@@ -262,5 +273,35 @@ fn command(build: &Build, o: &ServerOptions, port: u16) -> Result<Command> {
             }
             Ok(c)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketType, bind, listen, socket, sockopt};
+    use std::net::{TcpListener, TcpStream};
+
+    /// What cpp-httplib does with the port that it is told.
+    fn serve(port: u16) -> rustix::io::Result<OwnedFd> {
+        let fd = socket(AddressFamily::INET, SocketType::STREAM, None)?;
+        sockopt::set_socket_reuseport(&fd, true)?;
+        bind(&fd, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, port))?;
+        listen(&fd, 5)?;
+        Ok(fd)
+    }
+
+    #[test]
+    fn a_port_is_one_servers_as_long_as_it_is_held() {
+        let held: Vec<(OwnedFd, u16)> = (0..200).map(|_| own_port().unwrap()).collect();
+        let ports: std::collections::HashSet<u16> = held.iter().map(|h| h.1).collect();
+        assert_eq!(ports.len(), held.len());
+        let others: Vec<TcpListener> = (0..200).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()).collect();
+        assert!(others.iter().all(|l| !ports.contains(&l.local_addr().unwrap().port())));
+        let connect = || TcpStream::connect((Ipv4Addr::LOCALHOST, held[0].1));
+        assert!(connect().is_err(), "nobody listens");
+        let server = serve(held[0].1).unwrap();
+        connect().unwrap();
+        drop(server);
     }
 }
