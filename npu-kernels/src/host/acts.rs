@@ -197,6 +197,11 @@ impl FloatTile {
         self.kind
     }
 
+    /// Whether its numbers stand in pairs, and panels to multiply it with have to.
+    pub fn in_pairs(&self) -> bool {
+        !self.pairs.is_empty()
+    }
+
     /// Makes room, of numbers that are unspecified until rows are set.
     fn shape(&mut self, k: usize, in_pairs: bool) {
         let (values, pairs) = if in_pairs { (0, k.div_ceil(2)) } else { (k, 0) };
@@ -208,7 +213,7 @@ impl FloatTile {
     /// Rounds one row, plainly.
     pub(crate) fn set_row(&mut self, i: usize, row: &[f32]) {
         assert!(i < TILE_ROWS && row.len() == self.k, "a row of the tile");
-        if self.kind == ActKind::Bf16 && !self.pairs.is_empty() {
+        if self.in_pairs() {
             let word = |x: &f32| u32::from(bf16::from_f32(*x).to_bits());
             let pairs = row.chunks(2).map(|x| word(&x[0]) | x.get(1).map_or(0, word) << 16);
             self.pairs[i..].iter_mut().step_by(TILE_ROWS).zip(pairs).for_each(|(p, pair)| *p = pair);

@@ -97,7 +97,7 @@ unsafe impl Kernel for Avx512 {
         assert!(i < TILE_ROWS && row.len() == tile.k(), "a row of the tile");
         match tile.kind() {
             // SAFETY: `self` proves the instructions, with BF16 as is seen here.
-            ActKind::Bf16 if self.pairs && !tile.pairs.is_empty() => unsafe { round_pairs(&mut tile.pairs, i, row) },
+            ActKind::Bf16 if self.pairs && tile.in_pairs() => unsafe { round_pairs(&mut tile.pairs, i, row) },
             // SAFETY: `self` proves the instructions.
             ActKind::F16 => unsafe { round_halves(&mut tile.values, i, row) },
             _ => tile.set_row(i, row),

@@ -1,13 +1,14 @@
 //! Matrix products: activations times the transpose of a weight matrix.
 //!
-//! A thread takes two panels of sixteen outputs (of a gate and its other half one each), decodes their weights into its own cache and multiplies all tiles of
-//! rows with them. Nothing is repacked ahead of time and nothing is kept, so a run starts without a loading phase.
+//! A thread takes two panels of sixteen outputs (of a gate and its other half one each), decodes their weights into its own
+//! cache and multiplies all tiles of rows with them. Nothing is repacked ahead of time and nothing is kept, so a run starts
+//! without a loading phase.
 //! Matrices that take a group of the rows each ([`gemm_grouped`]) share the threads the same way.
 
-use super::acts::{Activations, Tiles};
+use super::acts::{Activations, FloatTile, Tiles};
 use super::panel::{CodePanel, FloatPanel};
 use super::{Columns, Kernel, PANEL_COLS, Pool, TILE_ROWS, TileOut};
-use crate::weight::{WeightType, WeightView};
+use crate::weight::WeightView;
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -277,7 +278,7 @@ fn product<K: Kernel>(kernel: K, acts: &Activations, task: &Task<'_>, first: usi
         }
         Tiles::Floats(tiles) => {
             for (panel, (part, first)) in floats.iter_mut().zip(task.panels(first)) {
-                panel.shape(part.weight.k(), ty == WeightType::Bf16 && kernel.pairs());
+                panel.shape(part.weight.k(), tiles.first().is_some_and(FloatTile::in_pairs));
                 kernel.decode_floats(&part.weight, first, panel);
             }
             for (t, tile) in range.clone().zip(&tiles[range]) {

@@ -161,7 +161,7 @@ pub unsafe trait Kernel: Copy + Send + Sync + Sized + 'static {
         }
     }
 
-    /// Whether bf16 numbers are multiplied in pairs, and tiles and panels of them are to be shaped for that.
+    /// Whether bf16 numbers are multiplied in pairs, and tiles of them are to be shaped for that.
     fn pairs(self) -> bool {
         false
     }

@@ -194,8 +194,20 @@ const DEEPSEEK3: ExpertRule = ExpertRule {
     ..OWN
 };
 
-/// The same, by softmax where no key says otherwise.
-const DEEPSEEK2: ExpertRule = ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 };
+/// Latent attention, and the same experts, by softmax where no key says otherwise.
+const DEEPSEEK2: Arch = Arch {
+    name: "deepseek2",
+    qkv_bias: Presence::Never,
+    other_bias: Presence::Never,
+    rope_factors: false,
+    partial_rope: true,
+    latent: Latent::Row,
+    temperature: TemperatureRule::Length,
+    nextn: Nextn::ApartFromV3,
+    experts: Some(&ExpertRule { gating: GatingRule::Key(Some(Gating::Softmax)), fused: true, ..DEEPSEEK3 }),
+    examples: "DeepSeek V2, V3, R1, Kimi K2, Mistral Large 3",
+    ..LLAMA
+};
 
 /// The `llama` files that have experts: Mixtral and its merges.
 pub(super) const LLAMA_EXPERTS: ExpertRule = MIXTRAL;
@@ -322,32 +334,8 @@ pub(super) const TABLE: &[Arch] = &[
         examples: "DeepSeek-MoE 16B",
         ..LLAMA
     },
-    Arch {
-        name: "deepseek2",
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        rope_factors: false,
-        partial_rope: true,
-        latent: Latent::Row,
-        temperature: TemperatureRule::Length,
-        nextn: Nextn::ApartFromV3,
-        experts: Some(&DEEPSEEK2),
-        examples: "DeepSeek V2, V3, R1, Kimi K2, Mistral Large 3",
-        ..LLAMA
-    },
-    Arch {
-        name: "mistral4",
-        qkv_bias: Presence::Never,
-        other_bias: Presence::Never,
-        rope_factors: false,
-        partial_rope: true,
-        latent: Latent::Row,
-        temperature: TemperatureRule::Length,
-        nextn: Nextn::ApartFromV3,
-        experts: Some(&DEEPSEEK2),
-        examples: "Mistral Small 4",
-        ..LLAMA
-    },
+    DEEPSEEK2,
+    Arch { name: "mistral4", examples: "Mistral Small 4", ..DEEPSEEK2 },
     Arch {
         name: "qwen3vlmoe",
         pairing: Pairing::Halves,
